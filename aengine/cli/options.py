@@ -1,0 +1,120 @@
+"""Flags of the commands.
+
+Owns: the argument parser's manners (one-line errors that name near matches), the flags made from the config tree.
+Does not know: what a command does.
+Invariants: a flag left out is absent from the namespace, so that lower layers (variables, file) show through.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from aengine.cli import settings
+from aengine.config import AengineConfig
+from aengine.errors import ConfigError
+
+
+class UsageError(ConfigError):
+    """The command line cannot be understood."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of printing a page of usage and exiting."""
+
+    def __init__(self, command: str, text: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"aengine {command}".rstrip(),
+            description=text,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def read(self, argv: list[str]) -> argparse.Namespace:
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            hint = settings.near(unknown[0].split("=")[0], flags)
+            self.error(f"unknown argument {unknown[0]}{hint}")
+        return args
+
+
+def add_settings(parser: Parser, *, server: bool, model_flag: bool = False) -> None:
+    """MODEL (or --model), --config, --print-config and a flag for each setting; the server's only if `server`."""
+    general = parser.add_argument_group("configuration")
+    general.add_argument("--config", metavar="FILE", help="YAML file with settings (names as below)")
+    general.add_argument("--print-config", action="store_true", help="print the whole configuration as YAML and exit")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for setting in settings.settings():
+        if setting.name == "model":
+            text = f"{setting.help} (default: {setting.default})"
+            if model_flag:
+                general.add_argument("--model", default=argparse.SUPPRESS, help=text)
+            else:
+                parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+        elif server or setting.section != "server":
+            if setting.section not in groups:
+                groups[setting.section] = parser.add_argument_group(setting.section)
+            _add(groups[setting.section], setting)
+
+
+def _add(group: argparse._ArgumentGroup, setting: settings.Setting) -> None:
+    text = setting.help.replace("%", "%%")
+    if setting.kind is bool:
+        text += f" (default: {'on' if setting.default else 'off'})"
+        group.add_argument(
+            setting.flag,
+            dest=setting.name,
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=text,
+        )
+        return
+    if setting.default not in (None, ()):
+        text += f" (default: {setting.default})"
+    metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else _metavar(setting)
+    group.add_argument(setting.flag, dest=setting.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+def _metavar(setting: settings.Setting) -> str:
+    if setting.is_list:
+        return "A,B"
+    if setting.is_size:
+        return "SIZE"
+    return {int: "N", float: "X"}.get(setting.kind, "TEXT")
+
+
+def add_sampling(parser: Parser, max_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling")
+    shown = "up to the context" if max_tokens is None else str(max_tokens)
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {shown})"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="nucleus sampling (default: 1)")
+    group.add_argument("--seed", type=int, default=None, metavar="N", help="makes sampling repeatable")
+
+
+def config_of(args: argparse.Namespace) -> AengineConfig:
+    """The configuration from flags, AENGINE_* variables and --config. Raises ConfigError."""
+    file = settings.read_file(args.config) if args.config else {}
+    return settings.build(file, settings.read_environment(), _flags(args))
+
+
+def _flags(args: argparse.Namespace) -> settings.Layer:
+    given = vars(args)
+    layer: dict[str, tuple[object, str]] = {}
+    for setting in settings.settings():
+        if setting.name in given:
+            where = "MODEL" if setting.name == "model" else setting.flag
+            layer[setting.name] = (settings.parse(setting, given[setting.name], where), where)
+    return layer
+
+
+def print_config(config: AengineConfig) -> int:
+    print(settings.to_yaml(config), end="")
+    return 0

@@ -1,0 +1,67 @@
+"""`aengine serve`: the HTTP server around one engine.
+
+Owns: putting config, engine and server together; what is shown while they start.
+Does not know: routes, requests, steps.
+Invariants: the process ends with 0 only when it was asked to stop and drained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from aengine import __version__
+from aengine.cli.options import Parser, add_settings, config_of, print_config
+from aengine.cli.startup import Startup, configure_logging
+from aengine.config import AengineConfig
+
+Serve = Callable[[AengineConfig, Startup], Coroutine[Any, Any, None]]
+
+
+def parser() -> Parser:
+    made = Parser(
+        "serve",
+        "Serve a model: OpenAI-compatible API under /v1, a chat page at /, metrics at /metrics.",
+        epilog="Every setting is also a variable (AENGINE_PORT=9000) and a key of the --config file (port: 9000).",
+    )
+    add_settings(made, server=True)
+    return made
+
+
+def run(args: argparse.Namespace, serve: Serve | None = None) -> int:
+    config = config_of(args)
+    if args.print_config:
+        return print_config(config)
+    configure_logging(config.server.log_level)
+    startup = Startup(config.engine.model.model, __version__)
+    run_on_fast_loop((serve or serve_engine)(config, startup))
+    return 0
+
+
+async def serve_engine(config: AengineConfig, startup: Startup) -> None:
+    """Listen, load, serve until told to stop. Raises what starting the engine or listening raised."""
+    from aengine import AsyncEngine
+    from aengine.server import run_server
+
+    class TellingEngine(AsyncEngine):
+        """Shows the start-up table as soon as the engine can answer."""
+
+        async def start(self) -> None:
+            await super().start()
+            startup.ready(self.report)
+
+    engine = TellingEngine(config.engine, on_phase=startup.phase)
+    await run_server(engine, config.server, on_listening=startup.listening)
+
+
+def run_on_fast_loop(main: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run` on uvloop where it is installed, else on asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)

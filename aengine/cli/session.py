@@ -1,0 +1,131 @@
+"""An engine inside a command.
+
+Owns: the façade's part that commands use, and a thread with an event loop that an engine lives in.
+Does not know: flags, terminals.
+Invariants: an engine that was started is closed; an answer that nobody reads on is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from typing import Any, Protocol, TypeVar
+
+from aengine.config import EngineConfig
+from aengine.types import RequestOutput, SamplingParams
+
+T = TypeVar("T")
+Messages = list[dict[str, Any]]
+
+
+class Report(Protocol):
+    """What start-up took: phases in seconds, a memory ledger in bytes, notes for the reader."""
+
+    @property
+    def phases(self) -> tuple[tuple[str, float], ...]: ...
+    @property
+    def ledger(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def lines(self) -> tuple[str, ...]: ...
+
+
+class Engine(Protocol):
+    async def start(self) -> None: ...
+    async def close(self, *, drain_s: float = 0.0) -> None: ...
+    def generate(self, prompt: Any, sampling: SamplingParams, /) -> AsyncIterator[RequestOutput]: ...
+    def chat(self, messages: Messages, sampling: SamplingParams, /) -> AsyncIterator[RequestOutput]: ...
+    @property
+    def report(self) -> Report: ...
+
+
+Factory = Callable[[EngineConfig], Engine]
+
+
+def real_engine(config: EngineConfig) -> Engine:
+    from aengine import AsyncEngine
+
+    engine: Engine = AsyncEngine(config)
+    return engine
+
+
+class EngineThread:
+    """An engine on an event loop in a thread of its own, so that the main thread can wait for a person.
+
+    A context manager: entering starts the engine (and raises what starting raised), leaving closes it.
+    """
+
+    def __init__(self, config: EngineConfig, factory: Factory) -> None:
+        self._config = config
+        self._factory = factory
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="aengine-engine", daemon=True)
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "used before it was entered"
+        return self._engine
+
+    def __enter__(self) -> EngineThread:
+        self._thread.start()
+        try:
+            self._call(self._open())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._call(self.engine.close())
+        finally:
+            self._stop()
+
+    def chat(self, messages: Messages, sampling: SamplingParams) -> Generator[RequestOutput, None, None]:
+        """The growing answer; each output is the same object further on, so read a field once.
+
+        Closing the generator early (Ctrl-C, break) aborts the request.
+        """
+        # Bounded by the answer: one entry per delta, and the engine ends a request at its token limit.
+        deltas: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()
+        pump = self._submit(self._pump(messages, sampling, deltas))
+        try:
+            while (output := deltas.get()) is not None:
+                yield output
+            pump.result()
+        finally:
+            pump.cancel()
+            concurrent.futures.wait([pump])
+
+    async def _open(self) -> None:
+        self._engine = self._factory(self._config)
+        await self._engine.start()
+
+    async def _pump(
+        self, messages: Messages, sampling: SamplingParams, deltas: queue.SimpleQueue[RequestOutput | None]
+    ) -> None:
+        try:
+            async for output in self.engine.chat(messages, sampling):
+                deltas.put(output)
+        finally:
+            deltas.put(None)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._call(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

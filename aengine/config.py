@@ -1,0 +1,174 @@
+"""The one frozen configuration tree.
+
+Owns: every setting, its default, its help text and its check. The only reader of environment variables.
+Does not know: how settings act, nor how flags and files are parsed (`aengine.cli.settings` derives them from here).
+Invariants: `EngineConfig()` alone is a working configuration; a wrong value raises ConfigError naming it and its
+limits; a leaf's name is unique in the whole tree, so that one name serves as flag, YAML key and variable.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from aengine.errors import ConfigError
+
+T = TypeVar("T")
+ENV_PREFIX = "AENGINE_"
+HOME_VARIABLE = "AENGINE_HOME"
+
+
+def home() -> Path:
+    """Where downloaded models and caches live: $AENGINE_HOME, or ~/.cache/aengine. Not created here."""
+    return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/aengine").expanduser()
+
+
+def environment() -> dict[str, str]:
+    """All AENGINE_* variables except AENGINE_HOME: name without prefix, in lower case -> text."""
+    return {
+        name.removeprefix(ENV_PREFIX).lower(): text
+        for name, text in sorted(os.environ.items())
+        if name.startswith(ENV_PREFIX) and name != HOME_VARIABLE
+    }
+
+
+def _setting(default: T, text: str) -> T:
+    """A leaf with its help text. Typed as its default, as `dataclasses.field` itself is."""
+    made: T = field(default=default, metadata={"help": text})
+    return made
+
+
+def _check(name: str, value: float | None, low: float, high: float, unit: str = "") -> None:
+    """Raise ConfigError unless low <= value <= high; None (a fitted value) passes, NaN does not."""
+    if value is not None and not low <= value <= high:
+        of = f" {unit}" if unit else ""
+        raise ConfigError(f"{name} is {value}{of}, not in [{low}, {high}]", param=name)
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        listed = ", ".join(str(choice) for choice in choices)
+        raise ConfigError(f"{name} is {value!r}, not one of {listed}", param=name)
+
+
+def _check_filled(name: str, values: tuple[str, ...]) -> None:
+    for value in values:
+        if not value or value != value.strip():
+            raise ConfigError(f"{name} holds {value!r}, which is empty or has outer spaces", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfigArgs:
+    """Which model, and how it is held."""
+
+    model: str = _setting("smollm2-135m", "packaged name, folder in Hugging Face layout, .gguf file or hub id")
+    dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "element type of weights and KV pages")
+    max_model_len: int | None = _setting(None, "context length in tokens; unset: fitted to the model and memory")
+    chat_template: str | None = _setting(None, "file with a Jinja chat template; unset: the model's own")
+    served_model_name: tuple[str, ...] = _setting((), "names the HTTP API answers to; unset: the model's name")
+
+    def __post_init__(self) -> None:
+        _check_filled("model", (self.model,))
+        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _check("max_model_len", self.max_model_len, 1, 2**27, "tokens")
+        _check_filled("served_model_name", self.served_model_name)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How many requests and tokens share a step."""
+
+    max_num_seqs: int = _setting(64, "rows that run at once (slots)")
+    max_batched_tokens: int = _setting(512, "token budget of one step")
+    max_waiting: int = _setting(1024, "size of the waiting room; beyond it a request is refused with 429")
+    depth: int = _setting(1, "steps in flight while the next is planned: 0 synchronous, 1 overlapped, 2 experiment")
+
+    def __post_init__(self) -> None:
+        _check("max_num_seqs", self.max_num_seqs, 1, 65536, "rows")
+        _check("max_batched_tokens", self.max_batched_tokens, 1, 2**20, "tokens")
+        _check("max_waiting", self.max_waiting, 1, 2**20, "requests")
+        _check("depth", self.depth, 0, 2, "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """KV pages and their reuse."""
+
+    page_tokens: int = _setting(16, "tokens a KV page holds")
+    kv_bytes: int | None = _setting(None, "bytes for KV pages (512MiB, 2GiB); unset: fitted to free memory")
+    prefix_caching: bool = _setting(True, "reuse the KV of prompts that begin alike")
+
+    def __post_init__(self) -> None:
+        _check("page_tokens", self.page_tokens, 1, 1024, "tokens")
+        _check("kv_bytes", self.kv_bytes, 1, 2**50, "bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where steps run."""
+
+    device: Literal["auto", "cpu", "sim"] = _setting("auto", "device; sim is a delayed device for tests")
+    threads: int | None = _setting(None, "compute threads; unset: all cores")
+    sim_step_s: float = _setting(0.0, "seconds a step takes on the sim device")
+
+    def __post_init__(self) -> None:
+        _check_choice("device", self.device, ("auto", "cpu", "sim"))
+        _check("threads", self.threads, 1, 1024, "threads")
+        _check("sim_step_s", self.sim_step_s, 0.0, 60.0, "s")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All that an engine needs; what a program that embeds one writes."""
+
+    model: ModelConfigArgs = field(default_factory=ModelConfigArgs)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    max_logprobs: int = _setting(20, "most alternatives a request may ask for per token")
+    max_n: int = _setting(128, "most choices a request may ask for")
+
+    def __post_init__(self) -> None:
+        _check("max_logprobs", self.max_logprobs, 0, 1024)
+        _check("max_n", self.max_n, 1, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP server around an engine."""
+
+    host: str = _setting("127.0.0.1", "address to listen on")
+    port: int = _setting(8000, "port to listen on; 0: any free one")
+    api_key: str | None = _setting(None, "key that clients must send as a bearer token; unset: none needed")
+    cors_origins: tuple[str, ...] = _setting((), "origins besides localhost that browsers may call from")
+    max_body_bytes: int = _setting(8 * 2**20, "largest request body (for instance 8MiB)")
+    shutdown_timeout_s: float = _setting(30.0, "seconds that open requests get to end after Ctrl-C")
+    keepalive_s: float = _setting(15.0, "idle seconds after which a stream gets a keep-alive comment")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severity that is logged")
+
+    def __post_init__(self) -> None:
+        _check_filled("host", (self.host,))
+        _check("port", self.port, 0, 65535)
+        if self.api_key is not None:
+            _check_key(self.api_key)
+        _check_filled("cors_origins", self.cors_origins)
+        _check("max_body_bytes", self.max_body_bytes, 1024, 2**40, "bytes")
+        _check("shutdown_timeout_s", self.shutdown_timeout_s, 0.0, 3600.0, "s")
+        _check("keepalive_s", self.keepalive_s, 0.1, 3600.0, "s")
+        _check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
+
+
+def _check_key(key: str) -> None:
+    """A key that no header can carry would lock everybody out. The message must not show the key."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"api_key ({len(key)} characters) is empty or not printable ASCII", param="api_key")
+
+
+@dataclass(frozen=True, slots=True)
+class AengineConfig:
+    """The root: what `aengine serve` is started with."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

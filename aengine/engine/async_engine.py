@@ -1,0 +1,361 @@
+"""The public engine: submit prompts, iterate outputs, from one asyncio program.
+
+Owns: the life of an engine (load, run, drain, close) and of its tasks; request ids; the supervised core loop.
+Does not know: HTTP; how a step is computed.
+Invariants: every task it starts is awaited in `close`; when the core loop dies, every open stream ends with EngineDead
+and `health` says so; leaving a `generate` loop early aborts its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, cast
+
+from aengine.config import EngineConfig
+from aengine.engine.build import Parts, build
+from aengine.engine.core import Core
+from aengine.engine.facts import EngineStats, Health, ModelInfo, StartupReport
+from aengine.engine.gather import Gathered
+from aengine.engine.intake import Intake
+from aengine.engine.output import Choice, OutputTask
+from aengine.engine.stream import RequestStream
+from aengine.engine.text import TextProcessor
+from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull
+from aengine.metrics import Metrics
+from aengine.types import RequestOutput, SamplingParams
+
+log = logging.getLogger(__name__)
+
+LAG_EVERY_S = 0.25
+STALL_S = 60.0  # no step has ended for so long while work waits: unhealthy
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class AsyncEngine:
+    """One model on one device.
+
+    >>> async with AsyncEngine(EngineConfig()) as engine:
+    ...     async for out in engine.generate("Hello", SamplingParams(max_tokens=8)):
+    ...         print(out.outputs[0].text)
+
+    `on_phase(name, seconds)` is called (from a worker thread) when a start-up phase ends.
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, *, on_phase: Callable[[str, float], None] | None = None
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.phase = "created"
+        self.report = StartupReport()
+        self._on_phase = on_phase
+        self._parts: Parts | None = None
+        self._core: Core | None = None
+        self._output: OutputTask | None = None
+        self._intake: Intake | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._death: str | None = None
+        self._next_handle = 1
+        self._streams: dict[str, tuple[RequestStream, list[int]]] = {}
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Load the model and start the loop. Raises ModelNotFound, ModelLoadError or ConfigError."""
+        if self.phase != "created":
+            raise RuntimeError(f"an engine starts once; this one is {self.phase}")
+        self.phase = "loading"
+        parts = await asyncio.to_thread(build, self.config, self._phase_ended)
+        runner = parts.make_runner(asyncio.get_running_loop())
+        core = Core(parts.scheduler, runner, self.config.scheduler.depth, parts.metrics)
+        self._parts, self._core, self.report = parts, core, parts.report
+        self._output = OutputTask(core.outputs, core.abort, parts.metrics)
+        self._intake = Intake(self.config, parts.model, parts.text.tokenizer, parts.scheduler.cache)
+        parts.metrics.bind(self.stats)
+        self._runner = runner
+        self._tasks = [
+            asyncio.create_task(self._supervise(core.run()), name="aengine-core"),
+            asyncio.create_task(self._supervise(self._output.run()), name="aengine-output"),
+            asyncio.create_task(self._supervise(self._watch_lag()), name="aengine-lag"),
+        ]
+        gc.collect()
+        gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
+        self.phase = "ready"
+
+    def _phase_ended(self, name: str, seconds: float) -> None:
+        self.phase = f"loading ({name} done)"
+        if self._on_phase is not None:
+            self._on_phase(name, seconds)
+
+    async def _watch_lag(self) -> None:
+        """How late the event loop wakes a sleeper: what every timer, socket and step result waits for."""
+        while True:
+            due_s = time.monotonic() + LAG_EVERY_S
+            await asyncio.sleep(LAG_EVERY_S)
+            self.metrics.loop_lag(max(0.0, time.monotonic() - due_s))
+
+    async def _supervise(self, work: Any) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.exception("the engine died")
+            self._death = f"{type(error).__name__}: {error}"
+            self.phase = "dead"
+            assert self._output is not None
+            self._output.fail_all(f"the engine died: {self._death}")
+            self._streams.clear()
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new requests, let open ones end for up to `drain_s` seconds, then stop. May be called twice."""
+        if self.phase in ("created", "closed"):
+            self.phase = "closed"
+            return
+        if self._core is not None and self.phase != "dead":
+            self.phase = "draining"
+            await self._drain(drain_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._core is not None and self._parts is not None:
+            await self._core.drain_device()
+            await self._runner.close()
+            self._parts.text.close()
+        for stream, _ in list(self._streams.values()):
+            stream.fail(NotReady("the engine was closed"))
+        self._streams.clear()
+        gc.unfreeze()
+        self.phase = "closed"
+
+    async def _drain(self, drain_s: float) -> None:
+        assert self._output is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await self._output.all_done()
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> RequestStream:
+        """Queue a prompt; returns its stream at once.
+
+        Raises InvalidRequest (also for a request id in use), ContextLengthExceeded, RequestTooLarge, QueueFull,
+        NotReady or EngineDead.
+        """
+        core, output, intake = self._ready()
+        if request_id in self._streams:
+            raise InvalidRequest(f"request id {request_id[:100]!r} is in use", param="request_id")
+        if adapter:
+            raise InvalidRequest(f"adapter {adapter[:100]!r} is not loaded", param="model")
+        requests = intake.requests(
+            prompt_ids,
+            sampling,
+            request_id=request_id,
+            first_handle=self._next_handle,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=adapter,
+        )
+        self._check_room(len(requests))
+        self._next_handle += len(requests)
+        handles = [request.handle for request in requests]
+        stream = RequestStream(
+            request_id, requests[0].prompt_ids.tolist(), len(requests), lambda: self._abort(request_id)
+        )
+        self._streams[request_id] = (stream, handles)
+        text = self.text
+        for index, request in enumerate(requests):
+            detokenizer = (
+                text.detokenizer(skip_special_tokens=sampling.skip_special_tokens) if sampling.detokenize else None
+            )
+            output.register(Choice(request.handle, index, stream, request.sampling, detokenizer))
+            core.submit(request)
+        stream.on_finished(lambda: self._streams.pop(request_id, None))
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early; its stream finishes with ABORT. False when no such request is open."""
+        return self._abort(request_id)
+
+    def _abort(self, request_id: str) -> bool:
+        entry = self._streams.get(request_id)
+        if entry is None or self._core is None:
+            return False
+        for handle in entry[1]:
+            self._core.abort(handle)
+        return True
+
+    def _ready(self) -> tuple[Core, OutputTask, Intake]:
+        if self._death is not None:
+            raise EngineDead(f"the engine died: {self._death}")
+        if self.phase != "ready":
+            raise NotReady(f"the engine is {self.phase}", retry_after_s=2)
+        assert self._core is not None
+        assert self._output is not None
+        assert self._intake is not None
+        return self._core, self._output, self._intake
+
+    def _check_room(self, n: int) -> None:
+        assert self._core is not None
+        queued, limit = self._core.queued, self.config.scheduler.max_waiting
+        if queued + n > limit:
+            assert self._parts is not None
+            self._parts.metrics.request_rejected("queue_full")
+            raise QueueFull(
+                f"{queued} requests are waiting; the waiting room holds {limit}", retry_after_s=self._retry_after_s()
+            )
+
+    def _retry_after_s(self) -> int:
+        """Seconds until the queue has probably moved: one wave of rows, a second for each full set of slots."""
+        assert self._core is not None
+        return min(60, math.ceil(1 + self._core.queued / self.config.scheduler.max_num_seqs))
+
+    # ---- Python API
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate from a text, token ids, or chat messages; yields the growing RequestOutput, the last one finished.
+
+        Raises as `submit` does; a request that fails inside the engine raises StepFailed or EngineDead. Leaving the
+        loop (break, cancellation) aborts the request.
+        """
+        sampling = sampling or SamplingParams()
+        text, ids = await self._encode(prompt)
+        stream = self.submit(
+            ids,
+            sampling,
+            request_id=request_id or f"req-{uuid.uuid4().hex}",
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        gathered = Gathered(stream, text, sampling.n, logprobs=sampling.logprobs is not None)
+        try:
+            async for delta in stream:
+                yield gathered.add(delta)
+        finally:
+            await stream.aclose()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """As `generate`, for chat messages rendered with the model's template."""
+        self._ready()
+        ids = await self.text.encode_chat(
+            [dict(message) for message in messages],
+            tools=tools,
+            chat_template=chat_template,
+            kwargs=chat_template_kwargs,
+        )
+        outputs = self.generate(ids, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        async with contextlib.aclosing(cast(Any, outputs)):
+            async for output in outputs:
+                yield output
+
+    async def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        self._ready()
+        if isinstance(prompt, str):
+            return prompt, await self.text.encode(prompt)
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return None, await self.text.encode_chat([dict(cast(Mapping[str, Any], message)) for message in prompt])
+        return None, list(cast(Sequence[int], prompt))
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop every cached page no running request uses."""
+        self._ready()
+        assert self._parts is not None
+        self._parts.scheduler.cache.reset()
+
+    # ---- views
+
+    @property
+    def text(self) -> TextProcessor:
+        return self._loaded().text
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._loaded().model
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._loaded().metrics
+
+    def _loaded(self) -> Parts:
+        if self._parts is None:
+            raise NotReady(f"the engine is {self.phase}", retry_after_s=2)
+        return self._parts
+
+    def stats(self) -> EngineStats:
+        parts = self._loaded()
+        assert self._core is not None
+        assert self._output is not None
+        scheduler, cache = parts.scheduler.stats(), parts.scheduler.cache.stats()
+        return EngineStats(
+            running=scheduler.running,
+            waiting=self._core.queued,
+            in_flight=scheduler.in_flight,
+            preemptions=scheduler.preemptions,
+            zombie_rows=scheduler.zombie_rows,
+            steps=self._core.progress.steps,
+            steps_overlapped=self._core.progress.steps_overlapped,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_tokens=scheduler.accepted_tokens,
+            kv_usage=cache.usage,
+            prefix_queries=cache.query_tokens,
+            prefix_hits=cache.hit_tokens,
+            device_s=self._core.progress.device_s,
+            open_streams=self._output.open_choices,
+        )
+
+    def health(self) -> Health:
+        if self._death is not None:
+            return Health(False, "dead", self._death)
+        if self.phase != "ready" or self._core is None:
+            return Health(False, self.phase, f"the engine is {self.phase}")
+        progress, scheduler = self._core.progress, self._core.scheduler
+        still_s = time.monotonic() - progress.at_s
+        if scheduler.has_unfinished and still_s > STALL_S:
+            stuck = f"no progress for {still_s:.0f} s, waiting for {progress.waiting_for}"
+            return Health(False, self.phase, f"{stuck}; oldest request: {self._name(scheduler.oldest())}")
+        return Health(True, self.phase)
+
+    def _name(self, handle: int | None) -> str:
+        named = [name for name, (_, handles) in self._streams.items() if handle in handles]
+        return named[0] if named else f"handle {handle}"

@@ -1,0 +1,251 @@
+"""Putting an engine together: the one place that knows every room.
+
+Owns: the start-up phases, their times, the memory ledger, the choice of device and dtype.
+Does not know: requests.
+Invariants: blocking code, called in a worker thread; every phase is reported when it ends; nothing is downgraded
+without a line in the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aengine.config import EngineConfig, home
+from aengine.engine.facts import ModelInfo, StartupReport
+from aengine.engine.sizing import free_bytes, size_pool
+from aengine.engine.text import TextProcessor
+from aengine.errors import ConfigError
+from aengine.memory import Full, GroupSpec, PagePlan, Pool, Window, attention_group
+from aengine.memory.lifetimes import Lifetime
+from aengine.metrics import Metrics
+from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, weights_digest
+from aengine.models.store import resolve
+from aengine.prefix_cache import PrefixCache
+from aengine.runner.protocol import Runner
+from aengine.runner.sim import SimExecutor, SimGroup, SimProfile
+from aengine.runner.step import StreamRunner
+from aengine.runner.stream import ThreadStream
+from aengine.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import torch
+
+    from aengine.kernels.ops import AttentionSpec, Model, Ops
+
+PhaseHook = Callable[[str, float], None]
+RunnerFactory = Callable[[asyncio.AbstractEventLoop], Runner]
+
+
+@dataclass(slots=True)
+class Parts:
+    """All that an AsyncEngine runs on. `make_runner` starts the device's threads."""
+
+    model: ModelInfo
+    text: TextProcessor
+    metrics: Metrics
+    scheduler: Scheduler
+    make_runner: RunnerFactory
+    report: StartupReport
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What start-up tells: times, bytes, notes."""
+
+    hook: PhaseHook
+    phases: list[tuple[str, float]] = field(default_factory=list)
+    sizes: list[tuple[str, int]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began_s = time.monotonic()
+        yield
+        seconds = time.monotonic() - began_s
+        self.phases.append((name, seconds))
+        self.hook(name, seconds)
+
+    def report(self) -> StartupReport:
+        return StartupReport(tuple(self.phases), tuple(self.sizes), tuple(self.lines))
+
+
+def build(config: EngineConfig, on_phase: PhaseHook) -> Parts:
+    """Load everything `config` names. Raises ModelNotFound, ModelLoadError or ConfigError."""
+    ledger = Ledger(on_phase)
+    with ledger.phase("find model"):
+        files = resolve(config.model.model, home=home(), progress=None)
+    with ledger.phase("tokenizer"):
+        tokenizer = load_tokenizer(files)
+        template = _template(config.model.chat_template)
+        if not tokenizer.has_chat_template and template is None:
+            ledger.lines.append("the model has no chat template (a base model?): chat uses a plain fallback template")
+    make = _sim if config.device.device == "sim" else _cpu
+    made = make(config, files, ledger)
+    metrics = Metrics(model_name=made.names[0])
+    cache = PrefixCache(Pool(made.pages), weights_digest=weights_digest(files), enabled=config.cache.prefix_caching)
+    scheduler = Scheduler(
+        cache,
+        max_seqs=config.scheduler.max_num_seqs,
+        budget_tokens=config.scheduler.max_batched_tokens,
+        max_tokens=made.context,
+        page_tokens=config.cache.page_tokens,
+    )
+    model = ModelInfo(
+        names=made.names,
+        max_model_len=made.context,
+        vocab_size=made.vocab,
+        eos_ids=tuple(tokenizer.eos_ids),
+        has_chat_template=tokenizer.has_chat_template or template is not None,
+        created=int(time.time()),
+        dtype=made.dtype,
+    )
+    text = TextProcessor(tokenizer, chat_template=template)
+    return Parts(model, text, metrics, scheduler, made.make_runner, ledger.report())
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A device's share of the parts."""
+
+    names: tuple[str, ...]
+    pages: PagePlan
+    context: int
+    vocab: int
+    dtype: str
+    make_runner: RunnerFactory
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {path!r} cannot be read: {error}", param="chat_template") from error
+
+
+def _names(config: EngineConfig, files: ModelFiles) -> tuple[str, ...]:
+    return config.model.served_model_name or (files.name,)
+
+
+def kv_groups(attention: Sequence[AttentionSpec], dtype: str, page_tokens: int) -> list[GroupSpec]:
+    """The page groups of a model's attention layers: layers with one group number share pages and lifetime."""
+    groups = []
+    for number in range(1 + max(spec.group for spec in attention)):
+        specs = [spec for spec in attention if spec.group == number]
+        lifetime: Lifetime = Window(specs[0].window) if specs[0].window else Full()
+        name = "window" if specs[0].window else "full"
+        layers = [f"layer{spec.layer}" for spec in specs]
+        groups.append(
+            attention_group(
+                name,
+                lifetime,
+                layers,
+                kv_heads=specs[0].kv_heads,
+                head_dim=specs[0].head_dim,
+                dtype=dtype,
+                tokens_per_page=page_tokens,
+            )
+        )
+    return groups
+
+
+# ---- cpu
+
+
+def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
+    with ledger.phase("import torch"):
+        import torch
+
+        from aengine.memory.arena import Arena
+        from aengine.runner.torch_step import TorchExecutor
+
+    threads = config.device.threads or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    ops = _ops(config, ledger)
+    dtype = _dtype(config, torch)
+    with ledger.phase("weights"):
+        model: Model = load_model(files, ops, dtype)
+    ledger.sizes.append(("weights", model_bytes(model)))
+    name = str(dtype).removeprefix("torch.")
+    groups = kv_groups(model.attention, name, config.cache.page_tokens)
+    with ledger.phase("KV pages"):
+        pages, context = size_pool(
+            groups,
+            config.cache,
+            config.scheduler,
+            model_context=model.max_context,
+            max_model_len=config.model.max_model_len,
+            free=free_bytes(),
+        )
+        arena = Arena(pages)
+    ledger.sizes.append(("KV pages", pages.arena_bytes))
+    ledger.lines += pages.describe().splitlines()
+    ledger.lines.append(f"context {context} tokens; {threads} threads; {ops.name} kernels; {name}")
+
+    executor = TorchExecutor(
+        model,
+        ops,
+        arena.layer_kv([(spec.group, spec.layer) for spec in model.attention]),
+        table_columns=tuple(-(-context // spec.tokens_per_page) for spec in groups),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=context,
+    )
+
+    def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
+        stream = ThreadStream(initialise=lambda: torch.set_num_threads(threads))
+        return StreamRunner(stream, executor, loop)
+
+    return _Made(_names(config, files), pages, context, model.vocab_size, name, make_runner)
+
+
+def _ops(config: EngineConfig, ledger: Ledger) -> Ops:
+    from aengine.kernels.reference import ReferenceOps
+
+    return ReferenceOps()
+
+
+def _dtype(config: EngineConfig, torch_module: object) -> torch.dtype:
+    """fp32 unless asked: bf16 arithmetic without hardware support is slower than fp32 and less exact."""
+    import torch
+
+    return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+
+
+def model_bytes(model: Model) -> int:
+    return int(getattr(model, "weight_bytes", 0))
+
+
+# ---- sim
+
+
+def _sim(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
+    facts = load_config(files)
+    group = attention_group("full", Full(), 1, kv_heads=1, head_dim=4, tokens_per_page=config.cache.page_tokens)
+    pages, context = size_pool(
+        [group],
+        config.cache,
+        config.scheduler,
+        model_context=facts.max_positions,
+        max_model_len=config.model.max_model_len,
+        free=free_bytes(),
+    )
+    ledger.sizes.append(("KV pages (simulated)", pages.arena_bytes))
+    executor = SimExecutor(
+        [SimGroup(pages.capacity[0] + pages.groups[0].slots, config.cache.page_tokens)],
+        max_seqs=config.scheduler.max_num_seqs,
+        max_tokens=context,
+        vocab=facts.vocab_size,
+        profile=SimProfile(base_s=config.device.sim_step_s),
+    )
+
+    def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
+        return StreamRunner(ThreadStream(), executor, loop)
+
+    return _Made(_names(config, files), pages, context, facts.vocab_size, "sim", make_runner)

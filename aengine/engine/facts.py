@@ -1,0 +1,60 @@
+"""What an engine tells about itself.
+
+Owns: ModelInfo, Health, EngineStats, StartupReport.
+Does not know: how they are measured.
+Invariants: frozen; times in seconds, sizes in bytes unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from aengine.scheduler import SchedulerStats
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """The loaded model. `names` are the served names, the main one first; `max_model_len` in tokens."""
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    has_chat_template: bool
+    created: int
+    dtype: str = "float32"
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`ok` is false before "ready", when the loop died, or when work waits and no step has ended for a while."""
+
+    ok: bool
+    phase: str
+    reason: str | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    running: int
+    waiting: int
+    in_flight: int
+    preemptions: int
+    zombie_rows: int
+    steps: int
+    steps_overlapped: int
+    drafted_tokens: int
+    accepted_tokens: int
+    kv_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    open_streams: int
+    device_s: float
+
+
+class StartupReport(msgspec.Struct, frozen=True):
+    """`phases`: (name, seconds); `ledger`: (what, bytes); `lines`: notes and warnings for the log."""
+
+    phases: tuple[tuple[str, float], ...] = ()
+    ledger: tuple[tuple[str, int], ...] = ()
+    lines: tuple[str, ...] = ()
+
+
+__all__ = ["EngineStats", "Health", "ModelInfo", "SchedulerStats", "StartupReport"]

@@ -1,0 +1,140 @@
+"""From a prompt and SamplingParams to the Requests of its choices, or a typed refusal.
+
+Owns: every check that needs the model's limits, and the seeds of the choices.
+Does not know: queues, streams, HTTP.
+Invariants: a Request that leaves here fits the context and the KV pool; nothing is silently cut.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from aengine.config import EngineConfig
+from aengine.engine.facts import ModelInfo
+from aengine.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge
+from aengine.models.tokenizer import Tokenizer
+from aengine.prefix_cache import PrefixCache
+from aengine.types import Int32s, Request, SamplingParams, TokenRules
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads choice numbers over the seeds
+_MASK = (1 << 64) - 1
+
+
+class Intake:
+    def __init__(self, config: EngineConfig, model: ModelInfo, tokenizer: Tokenizer, cache: PrefixCache) -> None:
+        self._config = config
+        self._model = model
+        self._tokenizer = tokenizer
+        self._cache = cache
+
+    def requests(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        first_handle: int,
+        priority: int,
+        cache_salt: str,
+        adapter: str,
+    ) -> list[Request]:
+        """The sampling.n Requests; raises InvalidRequest, ContextLengthExceeded or RequestTooLarge."""
+        ids = self._check_prompt(prompt_ids)
+        self._check_sampling(sampling)
+        total = self._total_tokens(len(ids), sampling)
+        rules = self._rules(sampling)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _MASK
+        quiet = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return [
+            Request(
+                handle=first_handle + i,
+                id=request_id,
+                prompt_ids=ids,
+                sampling=sampling if i == 0 else quiet,
+                rules=rules,
+                max_total_tokens=total,
+                seed=(seed + i * _GOLDEN) & _MASK,
+                priority=priority,
+                cache_salt=cache_salt,
+                adapter=adapter,
+                cause="fresh" if i == 0 else "fork",
+            )
+            for i in range(sampling.n)
+        ]
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> Int32s:
+        limit = self._model.max_model_len
+        if len(prompt_ids) == 0:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if len(prompt_ids) >= limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt_ids)} tokens; the context of {limit} tokens must also hold at least one "
+                "output token",
+                param="prompt",
+            )
+        try:
+            ids = np.array(prompt_ids, np.int64)
+        except (OverflowError, ValueError, TypeError) as error:
+            raise InvalidRequest("prompt token ids are not integers of 64 bits", param="prompt") from error
+        bad = ids[(ids < 0) | (ids >= self._model.vocab_size)]
+        if len(bad):
+            raise InvalidRequest(
+                f"prompt holds token id {bad[0]}, not in [0, {self._model.vocab_size})", param="prompt"
+            )
+        out = ids.astype(np.int32)
+        out.flags.writeable = False
+        return out
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        if sampling.n > self._config.max_n:
+            raise InvalidRequest(f"n is {sampling.n}; at most {self._config.max_n} choices are allowed", param="n")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(sampling, name)
+            if wanted is not None and wanted > self._config.max_logprobs:
+                raise InvalidRequest(f"{name} is {wanted}; at most {self._config.max_logprobs} are allowed", param=name)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(sampling, name) or ():
+                if not 0 <= token < self._model.vocab_size:
+                    limit = self._model.vocab_size
+                    raise InvalidRequest(f"{name} holds token id {token}, not in [0, {limit})", param=name)
+
+    def _total_tokens(self, prompt_tokens: int, sampling: SamplingParams) -> int:
+        limit = self._model.max_model_len
+        wanted = sampling.max_tokens
+        if wanted is None:
+            if sampling.min_tokens > limit - prompt_tokens:
+                raise ContextLengthExceeded(
+                    f"{prompt_tokens} prompt tokens and min_tokens {sampling.min_tokens} exceed the context of {limit}",
+                    param="min_tokens",
+                )
+            return limit
+        if prompt_tokens + wanted > limit:
+            raise ContextLengthExceeded(
+                f"{prompt_tokens} prompt tokens and max_tokens {wanted} make {prompt_tokens + wanted}; the context "
+                f"is {limit} tokens",
+                param="max_tokens",
+            )
+        if not self._cache.fits(prompt_tokens + wanted):
+            raise RequestTooLarge(
+                f"{prompt_tokens + wanted} tokens need more KV pages than the pool has", param="max_tokens"
+            )
+        return prompt_tokens + wanted
+
+    def _rules(self, sampling: SamplingParams) -> TokenRules:
+        eos = () if sampling.ignore_eos else self._model.eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+        return TokenRules(stop_ids=stop_ids, bad_words=self._bad_words(sampling.bad_words))
+
+    def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenized at a text's beginning and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    found[ids] = None
+        return tuple(found)

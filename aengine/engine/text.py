@@ -1,0 +1,129 @@
+"""Tokenising, detokenising and chat templates, off the event loop.
+
+Owns: `TextProcessor`, a small pool of worker threads around the tokenizer, and the detokeniser of one stream.
+Does not know: requests, HTTP.
+Invariants: the loop never runs a call whose cost grows with a text (the tokenizer's Rust part releases the GIL);
+detokenising one new token, a few microseconds, is the exception and runs in the output task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from aengine.errors import AengineError, InvalidRequest
+from aengine.models.tokenizer import Tokenizer
+
+T = TypeVar("T")
+Messages = list[dict[str, Any]]
+TEXT_THREADS = 2
+
+
+class TextProcessor:
+    """All coroutines raise InvalidRequest when the text cannot be processed."""
+
+    def __init__(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="aengine-text")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def _run(self, fn: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, fn)
+        except AengineError:
+            raise
+        except Exception as error:  # a tokenizer that raises fails its request, not the engine
+            raise InvalidRequest(f"the text cannot be tokenized: {type(error).__name__}: {error}"[:500]) from error
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return await self._run(partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens))
+
+    async def encode_batch(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return await self._run(partial(self.tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens))
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return await self._run(partial(self.tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens))
+
+    async def render_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; raises InvalidRequest(param="messages") when the template refuses it."""
+        render = partial(
+            self.tokenizer.render_chat,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template or self._chat_template,
+            **(kwargs or {}),
+        )
+        return await self._run(render)
+
+    async def encode_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """As `render_chat`, then encoded; the template wrote the special tokens, so none are added."""
+        text = await self.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            kwargs=kwargs,
+        )
+        return await self.encode(text, add_special_tokens=False)
+
+    def token_text(self, id: int) -> str:
+        return self.tokenizer.token_text(id)
+
+    def token_bytes(self, id: int) -> bytes:
+        return self.tokenizer.token_bytes(id)
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> StreamDetokenizer:
+        return StreamDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+class StreamDetokenizer:
+    """Text of one growing token sequence; whole UTF-8 characters only, until `flush`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = tokenizer.stream(skip_special_tokens=skip_special_tokens)
+        self._open: list[int] = []  # tokens since the last text came out
+
+    def step(self, token_id: int) -> str | None:
+        text = self._stream.step(token_id)
+        if text:
+            self._open.clear()
+        else:
+            self._open.append(token_id)
+        return text
+
+    def flush(self) -> str:
+        """What is left of an unfinished character: one replacement character, or nothing."""
+        if not self._open:
+            return ""
+        tail = self._tokenizer.decode(self._open, skip_special_tokens=self._skip_special_tokens)
+        self._open.clear()
+        return tail if "\ufffd" in tail else ""

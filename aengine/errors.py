@@ -1,0 +1,121 @@
+"""Typed errors of every room.
+
+Owns: the exception classes, each with its HTTP status, OpenAI error type and code.
+Does not know: HTTP framing, requests, devices.
+Invariants: the message names the offending value and the limit it broke; `param` names the request field at fault.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AengineError(Exception):
+    """Base of all errors raised on purpose. `status` is the HTTP status a server answers with."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(AengineError):
+    """A request field has a wrong type or value, or asks for something that cannot be honoured."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt (plus requested output) is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request needs more KV pages than the whole pool has; it could never run."""
+
+    code = "request_too_large"
+
+
+class AuthenticationFailed(AengineError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFound(AengineError):
+    """The named model is not the one served (HTTP), or was found nowhere (loading)."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class NotFound(AengineError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class MethodNotAllowed(AengineError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(AengineError):
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class QueueFull(AengineError):
+    """The waiting room is full; try again later."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class NotReady(AengineError):
+    """The engine is loading or draining; the message names the phase."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "not_ready"
+
+
+class NotSupported(AengineError):
+    """A feature this build or model does not have."""
+
+    status = 501
+    type = "not_supported_error"
+    code = "not_supported"
+
+
+class StepFailed(AengineError):
+    """A device step raised; its rows fail with this error, other requests go on."""
+
+    type = "server_error"
+    code = "step_failed"
+
+
+class EngineDead(AengineError):
+    """The core loop ended on an internal fault. Every open request ends with this error."""
+
+    type = "server_error"
+    code = "engine_dead"
+
+
+class ConfigError(AengineError):
+    """A configuration value is wrong or two of them contradict each other."""
+
+
+class ModelLoadError(AengineError):
+    """A model's files are missing, malformed or of an unsupported kind."""

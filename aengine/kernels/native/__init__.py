@@ -1,0 +1,34 @@
+"""The native CPU backend: C kernels built on first use, called through ctypes, bitwise batch-invariant.
+
+Owns: `load_native_ops`, the one door other rooms use.
+Does not know: models, runners, environment variables.
+Invariants: without a compiler or a writable cache the answer is a value that says why, never an exception.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aengine.kernels.native.build import Unavailable, build
+from aengine.kernels.native.library import Context, load_library
+from aengine.kernels.native.ops import NativeOps
+
+__all__ = ["Context", "NativeOps", "Unavailable", "build", "load_library", "load_native_ops"]
+
+
+def load_native_ops(
+    cache_dir: Path, threads: int, *, isa: str | None = None, compiler: str | None = None
+) -> NativeOps | Unavailable:
+    """Build (or find) the kernels under `cache_dir` and open them with `threads` threads.
+
+    `isa`: "avx512", "avx2", "portable" or None for the best this machine has. `compiler`: a program name or path;
+    None tries cc, gcc, clang. Takes about 4 s the first time on two idle cores, about 10 ms after that.
+    """
+    built = build(cache_dir, isas=None if isa is None else (isa,), compiler=compiler)
+    if isinstance(built, Unavailable):
+        return built
+    try:
+        context = Context(load_library(built.path), threads=threads, isa=isa)
+    except OSError as error:
+        return Unavailable(f"the native kernels at {built.path} cannot be used: {error}")
+    return NativeOps(context)

@@ -1,0 +1,154 @@
+"""Compiling the C kernels with the system's compiler, once, into a cache.
+
+Owns: the list of sources and flags, the digest that names a build, the atomic publication of the result.
+Does not know: what the kernels compute, ctypes, torch, environment variables.
+Invariants: a library under its final name is complete (written elsewhere, then renamed); its name is a digest of the
+sources, the flags, the compiler and the machine, so it is never stale; processes that build at the same time do the
+same work and the last rename wins with equal content. Failure is a value, `Unavailable`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("cc", "gcc", "clang")
+
+_COMMON_UNITS = ("pool.c", "context.c")
+_KERNEL_UNITS = ("gemm.c", "attention.c", "elementwise.c", "rowstats.c", "table.c")
+# Contraction off: sums and products are fused only where the source says so (see simd.h).
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
+_SETS: dict[str, tuple[str, ...]] = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma"),
+    "portable": (),
+    # 16 lanes made of two AVX2 vectors: runs what avx512 compiles to on machines without it. For tests only.
+    "wide": ("-mavx2", "-mfma", "-DAE_VL=16"),
+}
+_CPU_FLAGS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"}, "avx2": {"avx2", "fma"}}
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A loadable library. `seconds` is what this call spent; `compiled` is False when the cache had it."""
+
+    path: Path
+    seconds: float
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why there are no native kernels, in words fit for a log line."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    source: str
+    object: str
+    flags: tuple[str, ...]
+
+
+def best_isa() -> str:
+    """The widest instruction set this machine has; "portable" where its flags cannot be read."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "portable"
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
+    return next((name for name, needed in _CPU_FLAGS.items() if needed <= flags), "portable")
+
+
+def build(cache_dir: Path, *, isas: Sequence[str] | None = None, compiler: str | None = None) -> Built | Unavailable:
+    """Return a library with the kernels for `isas`, compiling it if `cache_dir` does not hold it yet.
+
+    `isas` None: `best_isa()` alone (about 5 s of compiling, shared by all cores). `compiler` None: cc, gcc or clang.
+    """
+    sets = tuple(isas) if isas is not None else (best_isa(),)
+    started = time.perf_counter()
+    program = _find_compiler(compiler)
+    if program is None:
+        wanted = compiler if compiler is not None else ", ".join(COMPILERS)
+        return Unavailable(f"no C compiler found (tried {wanted})")
+    try:
+        target = cache_dir / f"native-{_digest(program, sets)}.so"
+        compiled = not target.exists()
+        if compiled:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            _compile(program, sets, target)
+        return Built(target, time.perf_counter() - started, compiled)
+    except subprocess.CalledProcessError as error:
+        return Unavailable(f"{program} failed with status {error.returncode}: {_last_lines(error.stderr)}")
+    except subprocess.TimeoutExpired:
+        return Unavailable(f"{program} took longer than {_TIMEOUT_S:.0f} s")
+    except OSError as error:
+        return Unavailable(f"cannot build the native kernels in {cache_dir}: {error}")
+
+
+def _find_compiler(compiler: str | None) -> str | None:
+    for name in COMPILERS if compiler is None else (compiler,):
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    return None
+
+
+def _units(sets: Sequence[str]) -> tuple[_Unit, ...]:
+    kernels = [
+        _Unit(source, f"{source}.{name}.o", (*_SETS[name], f"-DAE_ISA={name}"))
+        for source in _KERNEL_UNITS
+        for name in sets
+    ]
+    have = tuple(f"-DAE_HAVE_{name}" for name in sets)
+    return (*kernels, *(_Unit(source, f"{source}.o", have) for source in _COMMON_UNITS))
+
+
+def _digest(program: str, sets: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    version = _run([program, "--version"])
+    for part in (platform.system(), platform.machine(), program, version, repr(_FLAGS), repr(_units(sets))):
+        digest.update(part.encode() + b"\0")
+    for path in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _compile(program: str, sets: Sequence[str], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
+        work = Path(folder)
+
+        def compile_unit(unit: _Unit) -> str:
+            output = str(work / unit.object)
+            _run([program, *_FLAGS, *unit.flags, "-c", str(SOURCES / unit.source), "-o", output])
+            return output
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as workers:
+            objects = list(workers.map(compile_unit, _units(sets)))
+        linked = work / "linked.so"
+        _run([program, "-shared", "-pthread", *objects, "-lm", "-o", str(linked)])
+        os.replace(linked, target)
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL
+    )
+    return done.stdout
+
+
+def _last_lines(text: str | None) -> str:
+    lines = (text or "").strip().splitlines()
+    return " / ".join(lines[-3:]) if lines else "no message"

@@ -1,0 +1,61 @@
+/* What the translation units share: the thread pool, the context and the table of kernels of one instruction set. */
+#ifndef AE_INTERNAL_H
+#define AE_INTERNAL_H
+
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "api.h"
+
+#define AE_MAX_THREADS 256
+
+typedef struct ae_pool ae_pool;
+
+/* Part `part` of `parts` of a job; runs on the pool's thread number `part` (0 is the caller). */
+typedef void (*ae_task)(void *arg, int part, int parts);
+
+ae_pool *ae_pool_create(int threads);
+void ae_pool_destroy(ae_pool *);
+int ae_pool_threads(const ae_pool *);
+
+/* Run all parts and return when the last has ended. parts <= threads. One caller at a time (see context.c). */
+void ae_pool_run(ae_pool *, ae_task, void *arg, int parts);
+
+/* A buffer of at least `bytes`, 64-byte aligned, private to thread `part`; content is not kept. NULL: no memory.
+ * The shared slots are for the caller of ae_pool_run, to hand to its parts. */
+enum { AE_SHARED_A = AE_MAX_THREADS, AE_SHARED_B, AE_SCRATCH_SLOTS };
+void *ae_pool_scratch(ae_pool *, int part, size_t bytes);
+
+typedef struct {
+    const char *name;
+    int64_t panel; /* outputs in one weight panel */
+    int (*pack)(ae_context *, const ae_pack_args *);
+    int (*linear)(ae_context *, const ae_linear_args *);
+    int (*rms_norm)(ae_context *, const ae_rms_norm_args *);
+    int (*add)(ae_context *, const ae_add_args *);
+    int (*glu)(ae_context *, const ae_glu_args *);
+    int (*rope)(ae_context *, const ae_rope_args *);
+    int (*attention)(ae_context *, const ae_attention_args *);
+    int (*row_stats)(ae_context *, const ae_row_stats_args *);
+} ae_kernels;
+
+struct ae_context {
+    const ae_kernels *kernels;
+    ae_pool *pool;
+    pthread_mutex_t lock; /* one operation at a time; the pool and its scratch belong to it */
+};
+
+static inline int64_t ae_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t ae_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ae_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t ae_round_up(int64_t a, int64_t b) { return ae_ceil_div(a, b) * b; }
+static inline int64_t ae_dtype_bytes(int64_t dtype) { return dtype == AE_BF16 ? 2 : 4; }
+
+/* Threads worth waking for `work` units when one is worth `grain` of them (waking costs 1 to 5 us). */
+static inline int ae_parts(const ae_context *ctx, int64_t work, int64_t grain)
+{
+    return (int)ae_max(1, ae_min(ae_pool_threads(ctx->pool), work / grain));
+}
+
+#endif

@@ -1,0 +1,28 @@
+/* The kernel table of one instruction set; compiled once for each, like the kernels. */
+#include "internal.h"
+#include "tile.h"
+
+int AE_FN(pack)(ae_context *, const ae_pack_args *);
+int AE_FN(linear)(ae_context *, const ae_linear_args *);
+int AE_FN(rms_norm)(ae_context *, const ae_rms_norm_args *);
+int AE_FN(add)(ae_context *, const ae_add_args *);
+int AE_FN(glu)(ae_context *, const ae_glu_args *);
+int AE_FN(rope)(ae_context *, const ae_rope_args *);
+int AE_FN(attention)(ae_context *, const ae_attention_args *);
+int AE_FN(row_stats)(ae_context *, const ae_row_stats_args *);
+
+#define AE_STRING2(x) #x
+#define AE_STRING(x) AE_STRING2(x)
+
+const ae_kernels AE_FN(ae_kernels) = {
+    .name = AE_STRING(AE_ISA),
+    .panel = AE_NR,
+    .pack = AE_FN(pack),
+    .linear = AE_FN(linear),
+    .rms_norm = AE_FN(rms_norm),
+    .add = AE_FN(add),
+    .glu = AE_FN(glu),
+    .rope = AE_FN(rope),
+    .attention = AE_FN(attention),
+    .row_stats = AE_FN(row_stats),
+};

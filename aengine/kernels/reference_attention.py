@@ -1,0 +1,201 @@
+"""Attention over paged KV in plain torch.
+
+Owns: writing a step's K and V into their pages, and causal attention of ragged rows through block tables.
+Does not know: models, requests, how pages are allocated.
+Invariants: all of a step's K and V are written before any is read (rows of one step may share pages). Bytes of a page
+outside a row's visible positions never reach the result, whatever they hold: NaN times a zero weight is NaN, so such K
+and V are zeroed, not only masked. Scores, softmax and sums are fp32.
+
+    positions    0        lo                 p          context
+    pages        |--------|--|---------------|----------|
+    read         .........[ whole pages from here to the query ]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
+
+# Queries of one prefill row scored together: 9 heads x 128 x 8,192 keys x 4 B = 36 MiB of scores at most.
+QUERY_BLOCK = 128
+# Decode rows share a bucket while padding stays under a quarter of the shortest context plus this many tokens.
+BUCKET_SLACK_TOKENS = 64
+# Context tokens gathered at once: 65,536 x 3 KV heads x 64 x 4 B = 48 MiB for K, as much for V.
+BUCKET_TOKENS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Decode rows of similar context. tokens [B]; pages [B, n]; hidden [B, n * page] True where a key is not seen."""
+
+    tokens: Tensor
+    pages: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A row of several tokens: tokens first_token .. first_token + count of the step, from position `start`."""
+
+    row: int
+    first_token: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a step's tokens go, and what each row reads, for all layers of one group, window and chunk."""
+
+    pages: Tensor  # [T]
+    offsets: Tensor  # [T]
+    buckets: tuple[_Bucket, ...]
+    prefills: tuple[_Prefill, ...]
+
+
+class PagedAttention:
+    """Callable attention. Keeps the layouts of the latest batch, so that 30 layers build them once."""
+
+    def __init__(self) -> None:
+        self._batch: StepBatch | None = None
+        self._layouts: dict[tuple[int, int, int, int], _Layout] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
+        kv = batch.kv[spec.layer]
+        layout = self._layout(spec, kv.page_tokens, batch)
+        kv.k[layout.pages, layout.offsets] = k.to(kv.k.dtype)
+        kv.v[layout.pages, layout.offsets] = v.to(kv.v.dtype)
+        out = torch.empty_like(q)
+        for bucket in layout.buckets:
+            out[bucket.tokens] = _decode(q[bucket.tokens], kv, spec, bucket).to(q.dtype)
+        for prefill in layout.prefills:
+            _prefill(out, q, kv, spec, batch.tables[spec.group][prefill.row], prefill)
+        return out.flatten(1)
+
+    def _layout(self, spec: AttentionSpec, page: int, batch: StepBatch) -> _Layout:
+        if batch is not self._batch:
+            self._batch, self._layouts = batch, {}
+        key = (spec.group, page, spec.window, spec.chunk)
+        if key not in self._layouts:
+            self._layouts[key] = _make_layout(spec, page, batch)
+        return self._layouts[key]
+
+
+def first_visible(position: int, spec: AttentionSpec) -> int:
+    """The earliest key position that a query at `position` sees."""
+    low = position - spec.window + 1 if spec.window else 0
+    if spec.chunk:
+        low = max(low, position - position % spec.chunk)
+    return max(low, 0)
+
+
+def _make_layout(spec: AttentionSpec, page: int, batch: StepBatch) -> _Layout:
+    table = batch.tables[spec.group]
+    counts = torch.tensor(batch.host_counts, device=table.device)
+    rows = torch.arange(len(batch.host_counts), device=table.device).repeat_interleave(counts)
+    pages = table[rows, batch.positions // page].long()
+    decode: list[tuple[int, int, int]] = []
+    prefills: list[_Prefill] = []
+    token = 0
+    for row, (count, start) in enumerate(zip(batch.host_counts, batch.host_starts, strict=True)):
+        if count == 1:
+            decode.append((row, token, start))
+        else:
+            prefills.append(_Prefill(row, token, start, count))
+        token += count
+    buckets = tuple(_make_bucket(group, spec, page, table) for group in _group_by_length(decode, spec, page))
+    return _Layout(pages, (batch.positions % page).long(), buckets, tuple(prefills))
+
+
+def _group_by_length(
+    decode: list[tuple[int, int, int]], spec: AttentionSpec, page: int
+) -> list[list[tuple[int, int, int]]]:
+    """Decode rows (row, token, position), shortest first, in runs that waste little when padded to their longest."""
+    groups: list[list[tuple[int, int, int]]] = []
+    limit = 0
+    for item in sorted(decode, key=lambda item: (_pages_read(item[2], spec, page), item[0])):
+        length = _pages_read(item[2], spec, page) * page
+        if not groups or length > limit or (len(groups[-1]) + 1) * length > BUCKET_TOKENS:
+            groups.append([])
+            limit = length + length // 4 + BUCKET_SLACK_TOKENS
+        groups[-1].append(item)
+    return groups
+
+
+def _pages_read(position: int, spec: AttentionSpec, page: int) -> int:
+    return position // page - first_visible(position, spec) // page + 1
+
+
+def _make_bucket(group: list[tuple[int, int, int]], spec: AttentionSpec, page: int, table: Tensor) -> _Bucket:
+    device = table.device
+    width = max(_pages_read(position, spec, page) for _, _, position in group)
+    rows = torch.tensor([row for row, _, _ in group], device=device).unsqueeze(1)
+    positions = torch.tensor([position for _, _, position in group], device=device).unsqueeze(1)
+    low = torch.tensor([first_visible(position, spec) for _, _, position in group], device=device).unsqueeze(1)
+    first_page = low // page
+    columns = (first_page + torch.arange(width, device=device)).clamp_(max=table.shape[1] - 1)
+    keys = first_page * page + torch.arange(width * page, device=device)
+    return _Bucket(
+        tokens=torch.tensor([token for _, token, _ in group], device=device),
+        pages=table[rows, columns].long(),
+        hidden=(keys < low) | (keys > positions),
+    )
+
+
+def _decode(q: Tensor, kv: LayerKV, spec: AttentionSpec, bucket: _Bucket) -> Tensor:
+    """q [B, heads, D] -> fp32 [B, heads, D]."""
+    rows = q.shape[0]
+    unseen = bucket.hidden[:, :, None, None]
+    k = kv.k[bucket.pages].flatten(1, 2).float().masked_fill_(unseen, 0.0)  # [B, L, kv_heads, D]
+    v = kv.v[bucket.pages].flatten(1, 2).float().masked_fill_(unseen, 0.0)
+    grouped = q.float().view(rows, spec.kv_heads, -1, 1, spec.head_dim)
+    hidden = bucket.hidden[:, None, None, None, :]
+    return _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), hidden, spec).reshape(rows, spec.heads, spec.head_dim)
+
+
+def _prefill(out: Tensor, q: Tensor, kv: LayerKV, spec: AttentionSpec, table: Tensor, row: _Prefill) -> None:
+    """Attend one row, a block of queries at a time; every key read was written by this or an earlier step."""
+    page = kv.page_tokens
+    low = first_visible(row.start, spec)
+    end = row.start + row.count
+    pages = table[low // page : (end - 1) // page + 1].long()
+    skip = low % page
+    k = kv.k[pages].flatten(0, 1)[skip : skip + end - low].float().transpose(0, 1)  # [kv_heads, keys, D]
+    v = kv.v[pages].flatten(0, 1)[skip : skip + end - low].float().transpose(0, 1)
+    for first in range(row.start, end, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, end) - 1
+        span = slice(row.first_token + first - row.start, row.first_token + last - row.start + 1)
+        block = q[span].float().view(last + 1 - first, spec.kv_heads, -1, spec.head_dim)
+        block = block.permute(1, 2, 0, 3)  # [kv_heads, G, M, D]
+        seen_from = first_visible(first, spec)
+        keys = slice(seen_from - low, last + 1 - low)
+        hidden = _hidden(first, last, seen_from, spec, q.device)
+        result = _attend(block, k[:, keys], v[:, keys], hidden, spec)
+        out[span] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+
+
+def _hidden(first: int, last: int, seen_from: int, spec: AttentionSpec, device: torch.device) -> Tensor:
+    """bool [last - first + 1, last - seen_from + 1]: True where a query (row) does not see a key (column)."""
+    query = torch.arange(first, last + 1, device=device).unsqueeze(1)
+    key = torch.arange(seen_from, last + 1, device=device)
+    hidden = key > query
+    if spec.window:
+        hidden |= key <= query - spec.window
+    if spec.chunk:
+        hidden |= key < query - query % spec.chunk
+    return hidden
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, spec: AttentionSpec) -> Tensor:
+    """q [..., kv_heads, G, M, D], k and v [..., kv_heads, L, D], hidden broadcast to [..., kv_heads, G, M, L]."""
+    lead, (group, queries, dim) = q.shape[:-3], q.shape[-3:]
+    folded = q.reshape(*lead, group * queries, dim) * spec.scale
+    scores = torch.matmul(folded, k.transpose(-1, -2))
+    if spec.softcap:
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    scores.view(*lead, group, queries, -1).masked_fill_(hidden, float("-inf"))
+    return torch.matmul(scores.softmax(-1), v).view(*lead, group, queries, dim)

@@ -1,0 +1,181 @@
+"""Llama and its descendants: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3.
+
+Owns: the weights of one decoder of this shape and its forward in Ops: pre-norm attention and gated MLP, with optional
+biases, q/k norms and sliding windows.
+Does not know: files (weights come from a Checkpoint by name), devices, schedulers.
+Invariants: forward calls nothing but Ops; q, k, v are one linear and gate, up another, fused at load. Loading holds at
+most the weights plus one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aengine.errors import ModelLoadError
+from aengine.kernels.ops import AttentionSpec, Linear, Ops, RopeTable, StepBatch
+from aengine.models.checkpoint import Checkpoint
+from aengine.models.config import ModelConfig
+from aengine.models.rope import rope_table
+
+Progress = Callable[[str, int, int], None]
+PHASE = "load weights"
+
+
+class Weights:
+    """Reads checked tensors of one model from a checkpoint, fused and prepared for a backend."""
+
+    def __init__(self, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> None:
+        self._checkpoint, self._ops, self._dtype = checkpoint, ops, dtype
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Raises ModelLoadError when the checkpoint's tensor is missing or has another shape."""
+        value = self._checkpoint.tensor(name, dtype or self._dtype)
+        if tuple(value.shape) != shape:
+            raise ModelLoadError(f"tensor {name!r} has shape {tuple(value.shape)}, the configuration says {shape}")
+        return value
+
+    def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
+        """A norm's weight [size], with `offset` added in fp32."""
+        return self.tensor(name + ".weight", (size,), torch.float32).add_(offset).to(self._dtype)
+
+    def linear(self, names: tuple[str, ...], outs: tuple[int, ...], size_in: int, bias: bool) -> Linear:
+        """The linears `names` of `outs` rows each, as one, prepared by the backend."""
+        weight = self._fuse([self.tensor(n + ".weight", (out, size_in)) for n, out in zip(names, outs, strict=True)])
+        if not bias:
+            return self._ops.prepare(Linear(weight))
+        parts = [self.tensor(name + ".bias", (out,)) for name, out in zip(names, outs, strict=True)]
+        return self._ops.prepare(Linear(weight, self._fuse(parts)))
+
+    def _fuse(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def prepare(self, linear: Linear) -> Linear:
+        return self._ops.prepare(linear)
+
+    def rope_factors(self) -> Tensor | None:
+        name = "rope_freqs.weight"
+        return self._checkpoint.tensor(name, torch.float32) if name in self._checkpoint.names() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. `qkv` [(heads + 2 kv_heads) * head_dim, hidden]; `gate_up` [2 ffn, hidden]."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+def load_layer(config: ModelConfig, weights: Weights, index: int, mlp_norm: str) -> Layer:
+    """Layer `index` of the checkpoint; `mlp_norm` names the norm before the MLP."""
+    at = f"model.layers.{index}."
+    attn, mlp, hidden = at + "self_attn.", at + "mlp.", config.hidden
+    q, kv, offset = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.norm_offset
+    qkv = (attn + "q_proj", attn + "k_proj", attn + "v_proj")
+    return Layer(
+        attention_norm=weights.norm(at + "input_layernorm", hidden, offset),
+        qkv=weights.linear(qkv, (q, kv, kv), hidden, config.qkv_bias),
+        q_norm=weights.norm(attn + "q_norm", config.head_dim, offset) if config.qk_norm else None,
+        k_norm=weights.norm(attn + "k_norm", config.head_dim, offset) if config.qk_norm else None,
+        output=weights.linear((attn + "o_proj",), (hidden,), q, config.o_bias),
+        mlp_norm=weights.norm(at + mlp_norm, hidden, offset),
+        gate_up=weights.linear((mlp + "gate_proj", mlp + "up_proj"), (config.ffn,) * 2, hidden, config.mlp_bias),
+        down=weights.linear((mlp + "down_proj",), (hidden,), config.ffn, config.mlp_bias),
+    )
+
+
+def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
+    return tuple(
+        AttentionSpec(
+            layer=layer,
+            group=group,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            window=window,
+        )
+        for layer, (group, window) in enumerate(zip(config.kv_groups, config.windows, strict=True))
+    )
+
+
+def attend(ops: Ops, x: Tensor, layer: Layer, spec: AttentionSpec, rope: RopeTable, eps: float, b: StepBatch) -> Tensor:
+    """Attention of normed hidden states x [T, D] -> [T, D], KV written."""
+    q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    q, k, v = ops.split(ops.linear(x, layer.qkv), (q_size, kv_size, kv_size))
+    q = q.view(-1, spec.heads, spec.head_dim)
+    k, v = (part.view(-1, spec.kv_heads, spec.head_dim) for part in (k, v))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = ops.rms_norm(q, layer.q_norm, eps), ops.rms_norm(k, layer.k_norm, eps)
+    q, k = ops.rope(q, b.positions, rope), ops.rope(k, b.positions, rope)
+    return ops.linear(ops.attention(q, k, v, spec, b), layer.output)
+
+
+class LlamaModel:
+    """A loaded model. Implements the `Model` protocol; see there for shapes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        embedding: Tensor,
+        layers: tuple[Layer, ...],
+        norm: Tensor,
+        head: Linear,
+        rope: RopeTable,
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        self.vocab_size, self.max_context = config.vocab_size, config.max_positions
+        self.attention = attention_specs(config)
+        self._embedding, self._layers, self._norm, self._head, self._rope = embedding, layers, norm, head, rope
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+    ) -> LlamaModel:
+        """Read, fuse and prepare all weights; `progress(phase, layers done, layers)` after each layer."""
+        weights, layers = Weights(checkpoint, ops, dtype), []
+        for index in range(config.layers):
+            layers.append(load_layer(config, weights, index, "post_attention_layernorm"))
+            if progress:
+                progress(PHASE, index + 1, config.layers)
+        embedding, head = load_embedding(config, weights)
+        norm = weights.norm("model.norm", config.hidden, config.norm_offset)
+        rope = rope_table(config.rope, config.max_positions, weights.rope_factors())
+        return cls(config, dtype, embedding, tuple(layers), norm, head, rope)
+
+    def forward(self, ops: Ops, batch: StepBatch) -> Tensor:
+        residual, eps, layers = ops.embed(self._embedding, batch.ids), self.config.norm_eps, self._layers
+        x = ops.rms_norm(residual, layers[0].attention_norm, eps)
+        next_norms = [layer.attention_norm for layer in layers[1:]] + [self._norm]
+        for layer, spec, next_norm in zip(layers, self.attention, next_norms, strict=True):
+            x = attend(ops, x, layer, spec, self._rope, eps, batch)
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+            x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
+        return x
+
+    def logits(self, ops: Ops, hidden: Tensor) -> Tensor:
+        return ops.logits(hidden, self._head)
+
+
+def load_embedding(config: ModelConfig, weights: Weights) -> tuple[Tensor, Linear]:
+    """-> (embedding [V, D], output head). Tied: the head is made of the same tensor."""
+    shape = (config.vocab_size, config.hidden)
+    embedding = weights.tensor("model.embed_tokens.weight", shape)
+    head = embedding if config.tied_embeddings else weights.tensor("lm_head.weight", shape)
+    return embedding, weights.prepare(Linear(head))

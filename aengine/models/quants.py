@@ -1,0 +1,142 @@
+"""Dequantisation of GGML block formats to fp32.
+
+Owns: the block layouts (elements and bytes per block) and their arithmetic.
+Does not know: files, tensor names, models.
+Invariants: exact: each result is the fp32 value of the format's own formula, bit for bit as ggml's reference computes
+it. Vectorised in torch over [blocks, bytes]; temporary memory is at most about twice the fp32 result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Dequantise = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """A storage format: `block_elements` values in `block_bytes` bytes.
+
+    `decode`: uint8 [B, block_bytes] -> fp32 [B, block_elements].
+    """
+
+    name: str
+    block_elements: int
+    block_bytes: int
+    decode: Dequantise
+
+
+def dequantise(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
+    """raw uint8 [bytes] of whole blocks -> a new fp32 tensor of `shape`."""
+    return kind.decode(raw.view(-1, kind.block_bytes)).reshape(shape)
+
+
+def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
+    """`count` fp16 values at byte `start` of each block -> fp32 [B, count]."""
+    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> uint8 [..., 2n]: all low nibbles, then all high ones."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _nibbles_f32(packed: Tensor) -> Tensor:
+    """As `_nibbles`, fp32, without an intermediate: the formats without further bits need no integer result."""
+    n = packed.shape[-1]
+    out = torch.empty((*packed.shape[:-1], 2 * n), dtype=torch.float32)
+    out[..., :n] = packed & 15
+    out[..., n:] = packed >> 4
+    return out
+
+
+def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
+    """32 bits at byte `start`, least significant first -> uint8 [B, 32] of 0 or 16."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    bits = (blocks[:, start : start + 4].unsqueeze(-1) >> shifts) & 1
+    return bits.flatten(1) << 4
+
+
+def _f32(blocks: Tensor) -> Tensor:
+    return blocks.clone().view(torch.float32)
+
+
+def _f16(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.float16).float()
+
+
+def _bf16(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.bfloat16).float()
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _nibbles_f32(blocks[:, 2:]).sub_(8).mul_(_halves(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles_f32(blocks[:, 4:]).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    q = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return q.float().sub_(16).mul_(_halves(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    q = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return q.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0))
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The K formats' 8 scales and 8 minima of 6 bits in bytes 4 .. 15 -> two fp32 [B, 8, 1], already multiplied."""
+    low, mid, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
+    minima = torch.cat((mid & 63, (high >> 4) | ((mid >> 2) & 48)), dim=1)
+    d, d_min = _halves(blocks, 0), _halves(blocks, 2)
+    return (d * scales.float()).unsqueeze(-1), (d_min * minima.float()).unsqueeze(-1)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scale, minimum = _scales_and_minima(blocks)
+    q = _nibbles_f32(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32)
+    return q.mul_(scale).sub_(minimum).flatten(1)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scale, minimum = _scales_and_minima(blocks)
+    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    fifth = ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
+    q = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32) | fifth
+    return q.float().mul_(scale).sub_(minimum).flatten(1)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, :128].view(-1, 2, 64))  # [B, 2, 128]
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+    high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts) & 3  # [B, 2, 4, 32]
+    q = low | (high.flatten(2) << 4)
+    scale = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()  # [B, 16]
+    return q.view(-1, 16, 16).float().sub_(32).mul_(scale.unsqueeze(-1)).flatten(1)
+
+
+GGML_TYPES: Mapping[int, GgmlType] = {
+    0: GgmlType("F32", 1, 4, _f32),
+    1: GgmlType("F16", 1, 2, _f16),
+    2: GgmlType("Q4_0", 32, 18, _q4_0),
+    3: GgmlType("Q4_1", 32, 20, _q4_1),
+    6: GgmlType("Q5_0", 32, 22, _q5_0),
+    7: GgmlType("Q5_1", 32, 24, _q5_1),
+    8: GgmlType("Q8_0", 32, 34, _q8_0),
+    12: GgmlType("Q4_K", 256, 144, _q4_k),
+    13: GgmlType("Q5_K", 256, 176, _q5_k),
+    14: GgmlType("Q6_K", 256, 210, _q6_k),
+    30: GgmlType("BF16", 1, 2, _bf16),
+}

@@ -1,0 +1,100 @@
+"""The invariants of pool and leases, checked the slow way.
+
+Owns: one function that recounts everything from the pages themselves.
+Does not know: how the counters are kept.
+Invariants: reads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aengine.memory.pool import Pool
+from aengine.memory.slabs import GroupSlabs, Page, Slab, Where
+
+
+def audit(pool: Pool, holds: Sequence[Sequence[Page]]) -> None:
+    """Raise AssertionError on the first broken invariant. `holds`: the pages of each live lease."""
+    refs: dict[Page, int] = {}
+    for pages in holds:
+        for page in pages:
+            refs[page] = refs.get(page, 0) + 1
+    for group in pool.groups:
+        _audit_pages(pool, group, refs)
+        _audit_slabs(pool, group)
+    _audit_idle(pool)
+    stats = pool.stats()
+    parts = stats.live_bytes + stats.fenced_bytes + stats.cached_bytes + stats.slab_free_bytes + stats.pitch_bytes
+    slack = sum(
+        g.owned * (pool.plan.large_bytes - g.slots * p.pitch)
+        for g, p in zip(pool.groups, pool.plan.groups, strict=True)
+    )
+    assert parts + slack + stats.unowned_bytes + stats.null_bytes == pool.plan.large_pages * pool.plan.large_bytes, (
+        stats
+    )
+
+
+def _audit_pages(pool: Pool, group: GroupSlabs, refs: dict[Page, int]) -> None:
+    live = cached = fenced = 0
+    for page in group.pages:
+        if page is None:
+            continue
+        assert page.ref == refs.get(page, 0), f"{page}: {refs.get(page, 0)} leases hold it"
+        in_slab_free = bool(page.slab.group == group.index and page.slab.free >> page.slot & 1)
+        owned = page.slab.group == group.index
+        state = "live" if page.ref else ("cached", "fenced")[page.where - 1] if page.where else "free"
+        live, cached, fenced = live + (state == "live"), cached + (state == "cached"), fenced + (state == "fenced")
+        assert (state == "free") == (in_slab_free or not owned), f"{page} in {page.slab}"
+        assert page.id >= group.slots, f"null page in use: {page}"
+        if page.key is not None:
+            assert pool.names[group.index].get(page.key) is page, f"{page} is not the page of its name"
+            assert state != "free", f"{page} is free but named"
+        assert (page.next is not page) == (state == "cached"), f"{page}: list links"
+    assert (live, cached, fenced) == (group.live, group.cached, group.fenced), (group.index, live, cached, fenced)
+    assert len(pool.names[group.index]) == sum(page is not None and page.key is not None for page in group.pages)
+    stamps = []
+    page = group.lru.next
+    while page is not group.lru:
+        assert page.where == Where.CACHED, page
+        assert page.key is not None, page
+        assert page.next.prev is page
+        stamps.append(page.stamp)
+        page = page.next
+    assert len(stamps) == cached
+    assert stamps == sorted(stamps), "LRU order"
+
+
+def _audit_slabs(pool: Pool, group: GroupSlabs) -> None:
+    free_active = cached_active = owned = 0
+    for slab in pool.slabs:
+        if slab.group != group.index:
+            continue
+        owned += 1
+        _audit_slab(group, slab)
+        if slab.live:
+            free_active += slab.free_slots
+            cached_active += slab.cached
+    assert (owned, free_active, cached_active) == (group.owned, group.free_active, group.cached_active), group.index
+    for level, bucket in enumerate(group.buckets):
+        assert bool(bucket) == bool(group.occupied >> level & 1), "bucket mask"
+        assert all(slab.bucket == level for slab in bucket.values())
+
+
+def _audit_slab(group: GroupSlabs, slab: Slab) -> None:
+    pages = [group.pages[slab.index * group.slots + slot] for slot in range(group.slots)]
+    live = sum(p is not None and (p.ref > 0 or p.where == Where.FENCED) for p in pages)
+    cached = sum(p is not None and p.where == Where.CACHED for p in pages)
+    assert (live, cached) == (slab.live, slab.cached), slab
+    assert slab.free.bit_count() == slab.free_slots == group.slots - live - cached, slab
+    assert live or cached, f"{slab} holds nothing"
+    assert slab.bucket == (slab.live if slab.live and slab.free else -1), slab
+    assert (slab.index in group.idle_free) == (not slab.live and slab.free != 0), slab
+    assert (slab.next is not slab) == (slab.live == 0), f"{slab}: idle list"
+
+
+def _audit_idle(pool: Pool) -> None:
+    idle = [slab for slab in pool.slabs if slab.group >= 0 and slab.live == 0]
+    assert len(idle) == pool.idle_slabs
+    owned = sum(group.owned for group in pool.groups)
+    assert owned + pool.unowned_slabs == pool.plan.usable, "slabs lost"
+    assert pool.slabs[0].group == -1, "slab of the null pages in use"

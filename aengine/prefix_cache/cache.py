@@ -1,0 +1,386 @@
+"""WHAT is already computed, and who holds it: the only verbs by which sequences get and give back pages.
+
+Owns: leases, hit reconciliation across groups, publication by step, hit accounting.
+Does not know: requests, scheduling, tensors, how pages lie in memory.
+Invariants: `acquire` never fails and changes nothing but pins; `grow` takes pages of all groups or of none; the last
+known token is always computed; a published page is never written again; every lease is released exactly once; what a
+failed step published is taken back before anybody can hit it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aengine.memory.lifetimes import State
+from aengine.memory.pool import Pool
+from aengine.memory.slabs import Page
+from aengine.prefix_cache.audit import audit
+from aengine.prefix_cache.items import ItemRules
+from aengine.prefix_cache.journal import Journal
+from aengine.prefix_cache.keys import MediaItem, TokenChain, root_key
+from aengine.prefix_cache.lease import Grown, Lease, TablePart
+from aengine.prefix_cache.positional import PositionalRules
+from aengine.prefix_cache.retention import GRID_TOKENS, UNBOUNDED, RetentionPoints
+from aengine.prefix_cache.state import StateRules
+from aengine.prefix_cache.stats import CacheStats, Counters
+
+LATE_TOKENS = 1024  # how far a late hit is looked for without a full group to tell where the run ends
+
+Rules = PositionalRules | StateRules | ItemRules
+
+
+class PrefixCache:
+    """The prefix cache of one engine over the pages of `pool`.
+
+    `weights_digest`: names the weights; another model's pages never match. `enabled` False: nothing is published, so
+    nothing hits. `in_flight_tokens`: most positions of one sequence launched and not retired (bounds what windows hold;
+    None: unbounded). `grid_tokens`: spacing of the regular retention points of window and state groups; 0: none.
+    `key_bytes`: shortened keys, for tests only.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        weights_digest: bytes = b"",
+        enabled: bool = True,
+        in_flight_tokens: int | None = None,
+        grid_tokens: int = GRID_TOKENS,
+        overrides: Mapping[str, str] | None = None,
+        key_bytes: int = 32,
+    ) -> None:
+        self.pool = pool
+        self.enabled = enabled
+        self.in_flight_tokens = in_flight_tokens
+        specs = [group.spec for group in pool.plan.groups]
+        sized = [spec.tokens_per_page for spec in specs if not spec.lifetime.per_item]
+        self._unit = math.gcd(*sized) if sized else 16
+        self._grid_tokens = grid_tokens
+        self._journal = Journal()
+        self._rules = tuple(_rules(pool, i, self._unit, self._journal) for i in range(len(specs)))
+        self._leading = tuple(rule for rule in self._rules if rule.full)
+        self._others = tuple(rule for rule in self._rules if not rule.full and not isinstance(rule, ItemRules))
+        self._state_pages = tuple(rule.page for rule in self._rules if isinstance(rule, StateRules))
+        self._items = tuple(rule for rule in self._rules if isinstance(rule, ItemRules))
+        self._single = len(self._rules) == 1
+        self._weights_digest = weights_digest
+        self._overrides = dict(overrides or {})
+        self._key_bytes = key_bytes
+        self._roots: dict[tuple[str, bytes], bytes] = {}
+        self._adapters: dict[str, bytes] = {}
+        self._leases: dict[int, Lease] = {}  # live ones by serial number, so by age
+        self._serial = 0
+        self._counters = Counters()
+
+    # -- acquire ---------------------------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        handle: int,
+        tokens: NDArray[np.int32],
+        known: int,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        cause: str = "fresh",
+        max_hit: int | None = None,
+        media: Sequence[MediaItem] = (),
+    ) -> Lease:
+        """Open a lease on a sequence and pin the longest hit.
+
+        `tokens`: 1-D contiguous int32 buffer that its owner appends to, the first `known` ids valid now; it must not be
+        reallocated while the lease lives. `max_hit`: no hit beyond that many tokens, now or later. `media`: the
+        sequence's items, by rising position.
+        """
+        bound = known - 1 if max_hit is None else min(known - 1, max_hit)
+        root = self._root(salt, adapter)
+        chain = TokenChain(root, tokens, self._unit, media=media, key_bytes=self._key_bytes)
+        lease = Lease(
+            handle,
+            chain,
+            known,
+            RetentionPoints(known, self._grid_tokens),
+            bound=bound,
+            cause=cause,
+            media=tuple(media),
+            state_pages=self._state_pages,
+        )
+        lease.sharing = lease.publishes = self.enabled
+        lease.holds = tuple(rule.open(lease) for rule in self._rules)
+        lease.pairs = tuple(zip(self._rules, lease.holds, strict=True))
+        lease.tables = tuple(hold.table for hold in lease.holds)
+        lease.serial = self._serial
+        self._leases[self._serial] = lease
+        self._serial += 1
+        counters = self._counters
+        counters.query(cause, known)
+        if self.enabled:
+            hit, possible = self._match(lease, bound)
+            if hit:
+                self._adopt(lease, hit, 0)
+                counters.hit(cause, hit)
+            elif lease.media:
+                self._adopt(lease, 0, 0)
+            if possible > hit:
+                counters.lost_to_sparse_tokens += possible - hit
+                lease.points.junction = possible
+            lease.cached_tokens = lease.tokens_ready = lease.capacity_tokens = hit
+        return lease
+
+    def register_adapter(self, name: str, digest: bytes) -> None:
+        """The digest of the weights that `name` stands for from now on; leases opened later are named by it."""
+        self._adapters[name] = digest
+
+    def _root(self, salt: str, adapter: str) -> bytes:
+        digest = self._adapters.get(adapter, adapter.encode())
+        root = self._roots.get((salt, digest))
+        if root is None:
+            if len(self._roots) >= 4096:  # salts come from users; the roots are cheap to make again
+                self._roots.clear()
+            root = self._roots[salt, digest] = root_key(
+                weights_digest=self._weights_digest,
+                adapter=digest,
+                salt=salt,
+                page_tokens=self._unit,
+                overrides=self._overrides,
+            )
+        return root
+
+    def _match(self, lease: Lease, bound: int, *, beyond: int = 0) -> tuple[int, int]:
+        """(reconciled hit, longest hit of the groups that keep everything). `beyond`: the lease's own pages count, and
+        a hit that does not exceed this many tokens is of no interest.
+
+        The fixed point: each group cuts the bound to a length it can serve, until none cuts any more.
+        """
+        hit = bound if self._leading or self._others else 0
+        chain, holds = lease.chain, lease.holds
+        for rule in self._leading:
+            hit = rule.longest(chain, hit, holds[rule.index] if beyond else None)
+        possible = hit if self._leading else 0
+        while self._others and hit > beyond:
+            before = hit
+            for other in self._others:
+                hit = other.longest(chain, hit, holds[other.index] if beyond else None, beyond)
+                if not self._leading:
+                    possible = max(possible, hit)
+            for rule in self._leading:
+                hit -= hit % rule.page
+            if hit == before:
+                break
+        return max(hit, 0), possible
+
+    def _adopt(self, lease: Lease, tokens: int, step: int) -> None:
+        for rule, hold in lease.pairs:
+            rule.adopt(lease, hold, tokens, step)
+
+    # -- grow ------------------------------------------------------------------------------------------------------
+
+    def grow(
+        self, lease: Lease, upto: int, step: int, known: int, *, start: int | None = None, drafts: int = 0
+    ) -> Grown:
+        """Make positions up to `upto` writable by `step`, which is about to be launched.
+
+        `start`: the caller's frontier; None: `tokens_ready`, or upto - 1 - drafts in a step beyond the known ids. It
+        matters to state groups only: attention pages do not care where a step begins.
+        `drafts`: how many of the positions hold unverified ids (state groups keep the state before them).
+        Pages that somebody else has published meanwhile for the next prompt positions are adopted, not allocated. When
+        pages are short nothing else changes. Full pages of known ids are published for `step`: the caller launches
+        what it has grown in that step, or calls `retract`.
+        """
+        if known > lease.known:
+            lease.known = known
+        frontier = lease.tokens_ready
+        if start is None and upto > lease.known:
+            start = upto - 1 - drafts  # beyond the known ids a step computes one position and its drafts
+        if start is not None and start > frontier:
+            frontier = lease.tokens_ready = start
+        if frontier < lease.bound and lease.sharing:
+            frontier = lease.tokens_ready = self._late_hit(lease, frontier, step)
+        if frontier >= upto:
+            return Grown(frontier, lease.deltas())
+        need = [rule.prepare(lease, hold, frontier, upto, step, drafts) for rule, hold in lease.pairs]
+        pages = self.pool.try_take(need)
+        if pages is None:
+            return Grown(frontier, (), self.pool.shortage(need) or ())
+        lease.tokens_ready = upto
+        tokens = upto if upto < lease.known else lease.known
+        parts: list[TablePart] = []
+        capacity = UNBOUNDED
+        for (rule, hold), mine in zip(lease.pairs, pages, strict=True):
+            fits = rule.extend(lease, hold, mine, frontier, upto, step, parts)
+            if fits < capacity:
+                capacity = fits
+        lease.capacity_tokens = capacity
+        fresh = self._fresh_items(lease) if lease.media else ()
+        if lease.publishes:
+            for rule, hold in lease.pairs:
+                rule.publish(lease, hold, tokens, step)
+        return Grown(frontier, tuple(parts), (), fresh)
+
+    def _late_hit(self, lease: Lease, frontier: int, step: int) -> int:
+        """Siblings that prefill the same prompt leapfrog: each takes over what the other has published."""
+        for rule, hold in lease.pairs:
+            if not rule.aligned(hold, frontier):
+                return frontier
+        bound = lease.bound if self._leading else min(lease.bound, frontier + LATE_TOKENS)
+        hit, _ = self._match(lease, bound, beyond=frontier)
+        if hit <= frontier:
+            return frontier
+        self._adopt(lease, hit, step)
+        lease.capacity_tokens = hit
+        self._counters.late_hit_tokens += hit - frontier
+        self._counters.hit(lease.cause, hit - frontier)
+        return hit
+
+    def _fresh_items(self, lease: Lease) -> tuple[tuple[int, int], ...]:
+        """Items without published pages: the step computes them."""
+        return tuple((rule.index, item) for rule in self._items for item in lease.holds[rule.index].fresh)
+
+    # -- commit, rollback, release ---------------------------------------------------------------------------------
+
+    def commit(self, lease: Lease, computed: int, known: int, last_step: int) -> None:
+        """A step has retired: KV of positions < `computed` exists, ids of positions < `known` are known.
+
+        Publishes newly full pages and lets go of what no later query reads; `last_step` is the last launched step that
+        names the lease's pages.
+        """
+        if known > lease.known:
+            lease.known = known
+        if computed > lease.tokens_ready:
+            lease.tokens_ready = computed
+        publish = lease.publishes
+        tokens = computed if computed < known else known
+        for rule, hold in lease.pairs:
+            if publish:
+                rule.publish(lease, hold, tokens, None)
+            rule.prune(lease, hold, computed, last_step)
+
+    def rollback(self, lease: Lease, upto: int, *, last_step: int = -1) -> int:
+        """Positions from `upto` on held rejected drafts: drop their pages. Returns where computing goes on, which is
+        before `upto` only for state groups (from the state kept before the drafts)."""
+        frontier: int = min(rule.cut(lease, hold, upto, last_step) for rule, hold in lease.pairs)
+        lease.tokens_ready = min(lease.tokens_ready, frontier)
+        lease.capacity_tokens = min(rule.capacity(lease, hold) for rule, hold in lease.pairs)
+        return frontier
+
+    def release(self, lease: Lease, *, last_step: int, keep: bool = True, scheduled: int | None = None) -> None:
+        """Give everything back, once; pages are fenced until `last_step` has retired.
+
+        Published pages stay cached. `keep` (with `scheduled`, the number of positions launched) also keeps the state at
+        the release point where it can be named; not for a lease whose own step has failed. Deepest positions go
+        first, so that they are evicted first.
+        """
+        assert not lease.released, f"{lease} released twice"
+        lease.released = True
+        del self._leases[lease.serial]
+        keep = keep and lease.publishes
+        held: list[tuple[int, Page]] = []
+        for rule, hold in lease.pairs:
+            held += reversed(rule.close(lease, hold, scheduled, last_step, keep))
+        if not self._single:
+            held.sort(key=_deepest_first)  # stable: groups in order at equal depth
+        drop = self.pool.drop
+        for _, page in held:
+            drop(page, last_step)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def retire(self, step: int) -> None:
+        """All steps up to `step` have retired: their fenced pages become cached or free."""
+        self.pool.retire(step)
+        self._journal.retire(step)
+
+    def retract(self, step: int, lease: Lease | None = None) -> tuple[int, ...]:
+        """`step` failed: un-publish what was published for it and for later steps, by all leases or by one (whose row
+        failed alone).
+
+        Returns the handles of other leases that hold such pages, oldest first; what they compute is worthless, and they
+        publish nothing any more.
+        """
+        publisher: dict[Page, int] = {}
+        for page, serial in self._journal.take(step, None if lease is None else lease.serial):
+            publisher[page] = serial
+            self.pool.unpublish(page)
+        tainted = []
+        for serial, holder in self._leases.items():
+            owners = [publisher[page] for page in self._held(holder) if page in publisher]
+            if owners:
+                holder.publishes = False
+                if any(owner != serial for owner in owners):
+                    tainted.append(holder.handle)
+        return tuple(tainted)
+
+    def _held(self, lease: Lease) -> list[Page]:
+        return [page for rule, hold in lease.pairs for page in rule.pages(hold)]
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> tuple[int, ...]:
+        """Pages of each group if it had the whole arena."""
+        return self.pool.plan.capacity
+
+    def needed_pages(self, total_tokens: int, media_tokens: Sequence[int] = ()) -> tuple[int, ...]:
+        """Most pages of each group that one sequence of that length, with items of that many entries, holds."""
+        return self.pool.plan.peak_pages(
+            total_tokens, media_tokens=media_tokens, in_flight_tokens=self.in_flight_tokens
+        )
+
+    def fits(self, total_tokens: int, media_tokens: Sequence[int] = ()) -> bool:
+        """Whether such a sequence could run to its end alone; the start-up sizer asks the same function."""
+        return self.pool.plan.fits(total_tokens, media_tokens=media_tokens, in_flight_tokens=self.in_flight_tokens)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether pages for `tokens` more positions of one sequence can be had now (fenced pages cannot)."""
+        need = self.pool.plan.peak_pages(tokens, in_flight_tokens=self.in_flight_tokens)
+        return self.pool.shortage(need) is None
+
+    def reclaimable_pages(self, lease: Lease) -> tuple[int, ...]:
+        """Pages of each group that nobody else holds: what releasing the lease would free or make evictable."""
+        return tuple(sum(page.ref == 1 for page in rule.pages(hold)) for rule, hold in lease.pairs)
+
+    def fenced_pages(self) -> tuple[int, ...]:
+        """Pages of each group that wait for a step to retire."""
+        return tuple(group.fenced for group in self.pool.groups)
+
+    def reset(self) -> None:
+        """Forget every page that no lease holds; held pages keep their names."""
+        self.pool.clear()
+
+    def stats(self) -> CacheStats:
+        counters, pool = self._counters, self.pool.stats()
+        return CacheStats(
+            queries=counters.queries,
+            query_tokens=sum(counters.query_tokens.values()),
+            hit_tokens=sum(counters.hit_tokens.values()),
+            query_tokens_by_cause=dict(counters.query_tokens),
+            hit_tokens_by_cause=dict(counters.hit_tokens),
+            late_hit_tokens=counters.late_hit_tokens,
+            lost_to_sparse_tokens=counters.lost_to_sparse_tokens,
+            published_pages=self._journal.published,
+            evicted_pages=sum(group.evicted + group.evicted_by_steal for group in pool.groups),
+            leases=len(self._leases),
+            usage=pool.usage,
+            pool=pool,
+        )
+
+    def check(self) -> None:
+        """Assert every invariant of the pool and of all leases; O(pages), for tests and debugging."""
+        audit(self.pool, [self._held(lease) for lease in self._leases.values()])
+
+
+def _rules(pool: Pool, index: int, unit: int, journal: Journal) -> Rules:
+    spec = pool.plan.groups[index].spec
+    if spec.lifetime.per_item:
+        return ItemRules(pool, index, spec, unit, journal)
+    kind = StateRules if isinstance(spec.lifetime, State) else PositionalRules
+    return kind(pool, index, spec, unit, journal)
+
+
+def _deepest_first(entry: tuple[int, Any]) -> int:
+    return -entry[0]

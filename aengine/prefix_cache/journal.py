@@ -1,0 +1,49 @@
+"""What was published for steps that have not retired.
+
+Owns: the list of such pages by step, so that a failed step can take its pages back.
+Does not know: pools, groups.
+Invariants: an entry is dropped when its step retires; entries are in order of publication.
+"""
+
+from __future__ import annotations
+
+from aengine.memory.slabs import Page
+
+
+class Journal:
+    """`serial` identifies the publishing lease."""
+
+    __slots__ = ("_steps", "published")
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[tuple[Page, bytes, int]]] = {}
+        self.published = 0  # pages, ever, whether journalled or not
+
+    def record(self, page: Page, serial: int, step: int | None) -> None:
+        """`step` None: what the page holds has been computed already."""
+        self.published += 1
+        if step is None:
+            return
+        assert page.key is not None
+        entries = self._steps.get(step)
+        if entries is None:
+            entries = self._steps[step] = []
+        entries.append((page, page.key, serial))
+
+    def retire(self, step: int) -> None:
+        for done in [s for s in self._steps if s <= step]:
+            del self._steps[done]
+
+    def take(self, step: int, serial: int | None) -> list[tuple[Page, int]]:
+        """Remove and return (page, serial) of `step` and later, of one lease or of all; only pages that still bear the
+        name they got then."""
+        out = []
+        for failed in sorted(s for s in self._steps if s >= step):
+            kept = []
+            for page, key, owner in self._steps[failed]:
+                if serial is not None and owner != serial:
+                    kept.append((page, key, owner))
+                elif page.key is key:
+                    out.append((page, owner))
+            self._steps[failed] = kept
+        return out

@@ -1,0 +1,134 @@
+"""Names of pages: what makes two pages interchangeable.
+
+Owns: the root of a namespace, the hash chain over token pages, the keys of media pages.
+Does not know: pages, groups, pools.
+Invariants: h(0) = SHA-256(root), h(i) = SHA-256(h(i-1) || token ids of page i as little-endian int32 || media that
+begin in page i); every variable field is tagged and length-prefixed, so no two different inputs share an encoding.
+Full digests are the keys; a shorter `key_bytes` exists for tests that need collisions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+SCHEMA = b"aengine-kv-1"
+HASH_AHEAD_PAGES = 64  # pages hashed at a time: amortises the call, and what is hashed in vain is small
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """One image (or audio clip) of a prompt.
+
+    `digest`: SHA-256 of the decoded pixels, their size and mode, and the processor's settings. `position`: index of its
+    first placeholder token; `span`: number of placeholder tokens. `tokens`: entries it has in Cross and Media groups.
+    """
+
+    digest: bytes
+    position: int
+    span: int
+    tokens: int
+
+
+def root_key(
+    *,
+    weights_digest: bytes = b"",
+    adapter: bytes = b"",
+    salt: str = "",
+    page_tokens: int = 16,
+    overrides: Mapping[str, str] | None = None,
+) -> bytes:
+    """The start of every chain of one namespace. `adapter`: digest of the adapter's weights, not its name."""
+    fields: list[tuple[bytes, bytes]] = [
+        (b"schema", SCHEMA),
+        (b"weights", weights_digest),
+        (b"adapter", adapter),
+        (b"salt", salt.encode()),
+        (b"page", str(page_tokens).encode()),
+    ]
+    fields += [(b"override:" + name.encode(), value.encode()) for name, value in sorted((overrides or {}).items())]
+    return sha256(b"".join(_field(tag, value) for tag, value in fields)).digest()
+
+
+def media_keys(root: bytes, item: MediaItem, pages: int) -> list[bytes]:
+    """Keys of the pages of one item: they depend on the namespace and the item, never on the text around it."""
+    head = sha256(_field(b"media", root) + _field(b"digest", item.digest)).digest()
+    return [sha256(head + index.to_bytes(8, "little")).digest() for index in range(pages)]
+
+
+class TokenChain:
+    """Keys of the full pages of one sequence, hashed once, as far as asked for.
+
+    `tokens` is the sequence's live int32 buffer; positions once hashed must not change. About 1.3 us per 16-token page.
+    """
+
+    __slots__ = ("_bytes", "_key_bytes", "_last", "_media", "digests", "page_tokens", "root", "tokens")
+
+    def __init__(
+        self,
+        root: bytes,
+        tokens: NDArray[np.int32],
+        page_tokens: int,
+        *,
+        media: Sequence[MediaItem] = (),
+        key_bytes: int = 32,
+    ) -> None:
+        self.root = root
+        self.tokens = tokens
+        self.page_tokens = page_tokens
+        self.digests: list[bytes] = []  # digests[i] names the prefix that ends with page i
+        self._bytes = memoryview(tokens.data).cast("B")
+        self._last = root
+        self._key_bytes = key_bytes
+        self._media = _media_by_page(media, page_tokens)
+
+    def extend(self, pages: int) -> list[bytes]:
+        """Hash the first `pages` pages (all their tokens must be there) and return all digests so far."""
+        digests = self.digests
+        first = len(digests)
+        if pages <= first:
+            return digests
+        if self._media or self._key_bytes != 32 or sys.byteorder == "big":
+            self._extend_general(first, pages)
+            return digests
+        step, last, data, append = self.page_tokens * 4, self._last, self._bytes, digests.append
+        for at in range(first * step, pages * step, step):
+            last = sha256(last + data[at : at + step]).digest()
+            append(last)
+        self._last = last
+        return digests
+
+    def _extend_general(self, first: int, pages: int) -> None:
+        size = self.page_tokens
+        for page in range(first, pages):
+            ids = self.tokens[page * size : (page + 1) * size].astype("<i4").tobytes()
+            self._last = sha256(self._last + ids + self._media.get(page, b"")).digest()
+            self.digests.append(self._last[: self._key_bytes])
+
+    def tail_key(self, tokens: int) -> bytes:
+        """Key of the prefix of exactly `tokens` tokens, which need not end a page."""
+        pages = tokens // self.page_tokens
+        self.extend(pages)
+        if tokens == pages * self.page_tokens:
+            return self.digests[pages - 1]
+        head = self.digests[pages - 1] if pages else self.root
+        ids = self.tokens[pages * self.page_tokens : tokens].astype("<i4").tobytes()
+        return sha256(_field(b"tail", head) + ids + self._media.get(pages, b"")).digest()[: self._key_bytes]
+
+
+def _field(tag: bytes, value: bytes) -> bytes:
+    return len(tag).to_bytes(4, "little") + tag + len(value).to_bytes(4, "little") + value
+
+
+def _media_by_page(media: Sequence[MediaItem], page_tokens: int) -> dict[int, bytes]:
+    """What page i's hash takes in: the items that begin in it, with their offsets."""
+    out: dict[int, bytes] = {}
+    for item in media:
+        page, offset = divmod(item.position, page_tokens)
+        entry = _field(b"item", item.digest) + offset.to_bytes(4, "little") + item.span.to_bytes(4, "little")
+        out[page] = out.get(page, b"") + entry
+    return out

@@ -1,0 +1,119 @@
+"""The receipt for a sequence's pages.
+
+Owns: the records that cross to the scheduler: Lease, Grown, TablePart.
+Does not know: how pages are chosen, matched or evicted.
+Invariants: a lease belongs to one sequence and is released exactly once; its tables only grow at the end, except by
+rollback; 0 in a table means no page is held there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from aengine.prefix_cache.keys import MediaItem, TokenChain
+from aengine.prefix_cache.retention import UNBOUNDED, RetentionPoints
+
+
+class TablePart(NamedTuple):
+    """Pages to write into a block table of one group: table[first : first + len(pages)] = pages."""
+
+    group: int
+    first: int
+    pages: tuple[int, ...]
+
+
+class Grown(msgspec.Struct, frozen=True):
+    """What `grow` did.
+
+    `start`: first position still to be computed; above the old frontier when pages were adopted, and then possibly
+    equal to or above `upto` (nothing to launch). `deltas`: table entries the device does not have yet. `short`: pages
+    missing per group; empty on success. `media`: (group, item) pairs whose pages this step must compute.
+    """
+
+    start: int
+    deltas: tuple[TablePart, ...] = ()
+    short: tuple[int, ...] = ()
+    media: tuple[tuple[int, int], ...] = ()
+
+
+class Lease:
+    """Pages held for one sequence.
+
+    `cached_tokens`: the hit at acquire. `tokens_ready`: positions launched, as far as `grow` was told.
+    `capacity_tokens`: positions that may be launched without another `grow`. `tables[g]`: page ids of group g;
+    for attention groups entry i holds positions i * page ..., for State it is [page read, page written], for Cross and
+    Media the pages of the items one after another.
+    """
+
+    __slots__ = (
+        "bound",
+        "cached_tokens",
+        "capacity_tokens",
+        "cause",
+        "chain",
+        "handle",
+        "holds",
+        "known",
+        "media",
+        "pairs",
+        "points",
+        "publishes",
+        "released",
+        "serial",
+        "sharing",
+        "state_pages",
+        "tables",
+        "tokens",
+        "tokens_ready",
+    )
+
+    def __init__(
+        self,
+        handle: int,
+        chain: TokenChain,
+        known: int,
+        points: RetentionPoints,
+        *,
+        bound: int,
+        cause: str,
+        media: tuple[MediaItem, ...],
+        state_pages: tuple[int, ...],
+    ) -> None:
+        self.handle = handle
+        self.serial = -1  # given by the cache, unique
+        self.chain = chain
+        self.tokens: NDArray[np.int32] = chain.tokens
+        self.known = known
+        self.points = points
+        self.state_pages = state_pages  # page sizes of the state groups, in tokens
+        self.bound = bound  # no hit, early or late, may reach beyond
+        self.cause = cause
+        self.media = media
+        self.cached_tokens = 0
+        self.tokens_ready = 0
+        self.capacity_tokens = 0
+        self.sharing = True  # False: the cache is off
+        self.publishes = True  # False also when it holds pages of a failed step
+        self.released = False
+        self.holds: tuple[Any, ...] = ()  # one per group, made and understood by the group's rules
+        self.pairs: tuple[tuple[Any, Any], ...] = ()  # (rules, hold) of each group
+        self.tables: tuple[list[int], ...] = ()
+
+    def next_boundary(self, tokens: int) -> int:
+        """Where a chunk that begins at `tokens` should end at the latest, so that the state there can be kept."""
+        return min((self.points.after(tokens, page) for page in self.state_pages), default=UNBOUNDED)
+
+    def deltas(self) -> tuple[TablePart, ...]:
+        """Table entries that no earlier `deltas` (and no `Grown`) has told: the hit's pages, right after acquire."""
+        return tuple([hold.news() for hold in self.holds if hold.unsent()])
+
+    def item_columns(self, group: int) -> tuple[int, ...]:
+        """Of a Cross or Media group: the first table column of each media item, -1 while it has none."""
+        return tuple(self.holds[group].columns)
+
+    def __repr__(self) -> str:
+        return f"<lease {self.handle}: {self.tokens_ready}/{self.known} tokens, {self.cached_tokens} cached>"

@@ -1,0 +1,52 @@
+"""What the cache has done.
+
+Owns: hit accounting by cause, and the frozen statistics value.
+Does not know: how hits are found.
+Invariants: counters only grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aengine.memory.accounting import PoolStats
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counters since start, and the pages of each group now.
+
+    `hit_tokens_by_cause` (fresh, fork, resume, ...): a headline hit rate leaves resumes out.
+    `late_hit_tokens`: the part of hit_tokens adopted after acquire. `lost_to_sparse_tokens`: what the group that keeps
+    everything could have hit beyond the reconciled hit.
+    """
+
+    queries: int
+    query_tokens: int
+    hit_tokens: int
+    query_tokens_by_cause: Mapping[str, int]
+    hit_tokens_by_cause: Mapping[str, int]
+    late_hit_tokens: int
+    lost_to_sparse_tokens: int
+    published_pages: int
+    evicted_pages: int
+    leases: int
+    usage: float
+    pool: PoolStats
+
+
+@dataclass(slots=True)
+class Counters:
+    queries: int = 0
+    query_tokens: dict[str, int] = field(default_factory=dict)
+    hit_tokens: dict[str, int] = field(default_factory=dict)
+    late_hit_tokens: int = 0
+    lost_to_sparse_tokens: int = 0
+
+    def query(self, cause: str, tokens: int) -> None:
+        self.queries += 1
+        self.query_tokens[cause] = self.query_tokens.get(cause, 0) + tokens
+
+    def hit(self, cause: str, tokens: int) -> None:
+        self.hit_tokens[cause] = self.hit_tokens.get(cause, 0) + tokens

@@ -1,0 +1,172 @@
+"""A device without arithmetic: each token is derived from the KV the step really finds.
+
+Owns: simulated KV pages holding token ids, block tables and relay by slot, and the hash that plays the model.
+Does not know: scheduling, text, torch.
+Invariants: a sampled token is a function of all token ids found through the block table, and the request's seed; so a
+wrong, stale, early-reused or unwritten page changes the output. Pages of a window group hold ids too, and only positions
+inside the window are read. Nothing is read when a step is staged: all of it happens when it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aengine.types import Int32s, Int64s, Logprobs, SlotSetup, StepPlan, StepResult
+
+_UNWRITTEN = -7
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SimGroup:
+    """One KV group: `window` 0 is full attention. `pages` counts page ids, the null page included."""
+
+    pages: int
+    page_tokens: int
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SimProfile:
+    """Modelled step time in seconds: base + per_row * rows + per_token * tokens + per_context * sum of contexts."""
+
+    base_s: float = 0.0
+    per_row_s: float = 0.0
+    per_token_s: float = 0.0
+    per_context_s: float = 0.0
+
+    def step_s(self, rows: int, tokens: int, context: int) -> float:
+        return self.base_s + self.per_row_s * rows + self.per_token_s * tokens + self.per_context_s * context
+
+
+def sim_token(ids: Sequence[int] | Int32s, vocab: int, seed: int = 0) -> int:
+    """The token that follows exactly `ids`, of a vocabulary of `vocab` ids; seed 0 stands for greedy."""
+    state = 0x9E3779B97F4A7C15 ^ (seed & _MASK)
+    for token in ids:
+        state = ((state ^ (int(token) + 11)) * 0xD6E8FEB86659FD93) & _MASK
+        state ^= state >> 32
+    return (state >> 17) % vocab
+
+
+class SimExecutor:
+    """Executor of StreamRunner for `--device sim` and of the race tests.
+
+    `delay` is called with a step's modelled seconds on the stream (time.sleep releases the GIL).
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[SimGroup],
+        *,
+        max_seqs: int,
+        max_tokens: int,
+        vocab: int,
+        profile: SimProfile | None = None,
+        delay: Callable[[float], None] = time.sleep,
+        token: Callable[[Int32s, int, int], int] = sim_token,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._kv = [np.full((g.pages, g.page_tokens), _UNWRITTEN, np.int32) for g in groups]
+        columns = [-(-max_tokens // g.page_tokens) for g in groups]
+        self.tables = [np.zeros((max_seqs, n), np.int32) for n in columns]
+        self._relay = np.full(max_seqs, -1, np.int32)
+        self._setups: dict[int, SlotSetup] = {}
+        self._vocab = vocab
+        self._profile = profile or SimProfile()
+        self._delay = delay
+        self._token = token
+
+    def stage(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def run(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        self._apply(plan)
+        result = self._rows(plan)
+        context = int((plan.starts + plan.counts).sum())
+        wait_s = self._profile.step_s(len(plan.slots), plan.n_tokens, context)
+        if wait_s > 0:
+            self._delay(max(0.0, wait_s - (time.perf_counter() - began)))
+        return result
+
+    def _apply(self, plan: StepPlan) -> None:
+        for delta in plan.tables:
+            self.tables[delta.group][delta.slot, delta.first : delta.first + len(delta.pages)] = delta.pages
+        for setup in plan.setups:
+            self._setups[setup.slot] = setup
+            self._relay[setup.slot] = -1  # poison: nothing of the slot's earlier owner may be read
+
+    def _rows(self, plan: StepPlan) -> StepResult:
+        tokens = np.zeros((len(plan.slots), max(1, int(plan.samples.max(initial=0)))), np.int32)
+        counts = np.zeros(len(plan.slots), np.int32)
+        logprobs: dict[int, Logprobs] = {}
+        inputs = self._inputs(plan)
+        for row, ids in enumerate(inputs):
+            self._write(plan, row, ids)
+        for row, ids in enumerate(inputs):
+            sampled = self._sample(plan, row, ids)
+            counts[row] = len(sampled)
+            tokens[row, : len(sampled)] = sampled
+            if sampled:
+                self._relay[plan.slots[row]] = sampled[-1]
+                if self._setups[int(plan.slots[row])].sampling.logprobs is not None:
+                    logprobs[row] = _flat_logprobs(sampled)
+        targets = {row: _flat_logprobs(ids.tolist()) for row, ids in plan.prompt_logprobs.items()}
+        return StepResult(plan.step, tokens, counts, logprobs, targets)
+
+    def _inputs(self, plan: StepPlan) -> list[Int32s]:
+        rows, at = [], 0
+        for row in range(len(plan.slots)):
+            if plan.relay[row]:
+                rows.append(self._relay[plan.slots[row]][None].copy())
+                continue
+            rows.append(plan.ids[at : at + plan.counts[row]])
+            at += int(plan.counts[row])
+        return rows
+
+    def _write(self, plan: StepPlan, row: int, ids: Int32s) -> None:
+        slot, start = int(plan.slots[row]), int(plan.starts[row])
+        positions = np.arange(start, start + len(ids))
+        for group, kv, table in zip(self._groups, self._kv, self.tables, strict=True):
+            pages = table[slot, positions // group.page_tokens]
+            kv[pages, positions % group.page_tokens] = np.where(pages == 0, _UNWRITTEN, ids)
+
+    def _sample(self, plan: StepPlan, row: int, ids: Int32s) -> list[int]:
+        slot, start, samples = int(plan.slots[row]), int(plan.starts[row]), int(plan.samples[row])
+        if samples == 0:
+            return []
+        setup = self._setups[slot]
+        seed = 0 if setup.sampling.greedy else setup.seed
+        sampled: list[int] = []
+        first = start + len(ids) - samples
+        for i in range(samples):
+            token = self._next(slot, first + i, seed)
+            sampled.append(token)
+            if i + 1 < samples and token != ids[i + 1]:
+                break
+        return sampled
+
+    def _next(self, slot: int, position: int, seed: int) -> int:
+        """The token after `position`, from what every group's pages hold."""
+        views = [
+            self._read(g, kv, t[slot], position) for g, kv, t in zip(self._groups, self._kv, self.tables, strict=True)
+        ]
+        whole = next((view for g, view in zip(self._groups, views, strict=True) if not g.window), views[0])
+        for group, view in zip(self._groups, views, strict=True):
+            if group.window and not np.array_equal(view, whole[-len(view) :]):
+                whole = np.concatenate([whole, view])  # a wrong window page: spoil the token
+        return self._token(whole, self._vocab, seed)
+
+    def _read(self, group: SimGroup, kv: Int32s, table: Int32s, position: int) -> Int32s:
+        first = max(0, position - group.window + 1) if group.window else 0
+        positions: Int64s = np.arange(first, position + 1)
+        return kv[table[positions // group.page_tokens], positions % group.page_tokens]
+
+
+def _flat_logprobs(tokens: Sequence[int]) -> Logprobs:
+    ids = np.asarray(tokens, np.int32)[:, None]
+    return Logprobs(ids, np.zeros(ids.shape, np.float32), np.ones(len(ids), np.int32))

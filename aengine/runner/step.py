@@ -1,0 +1,113 @@
+"""Launched steps: from a plan to a handle that is awaited once.
+
+Owns: `StreamRunner`, the `Executor` protocol, step handles, the measured time of a step.
+Does not know: torch, devices, scheduling. What a step computes is the executor's.
+Invariants: `launch` returns at once and never raises for a step's own fault; that comes out of the handle's `wait` as
+StepFailed with the original as `__cause__`. Steps run in launch order and a failed one does not stop the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from aengine.errors import StepFailed
+from aengine.runner.protocol import DeviceStream
+from aengine.runner.stream import Waiter
+from aengine.types import StepHandle, StepPlan, StepResult
+
+Staged = TypeVar("Staged")
+
+
+class Executor(Protocol[Staged]):
+    """Runs one step at a time. `stage` is called on the event loop, `run` on the stream, in the same order."""
+
+    def stage(self, plan: StepPlan) -> Staged:
+        """Copy all that `run` needs out of the plan. Cheap; does not wait for the device."""
+        ...
+
+    def run(self, staged: Staged) -> StepResult:
+        """Compute the step and let go of what `stage` took, whether it raises or not."""
+        ...
+
+
+class _Handle:
+    """A `StepHandle` on a future that the waiter resolves."""
+
+    def __init__(self, step: int, future: asyncio.Future[StepResult]) -> None:
+        self.step = step
+        self._future = future
+        self._awaited = False
+
+    async def wait(self) -> StepResult:
+        if self._awaited:
+            raise RuntimeError(f"step {self.step} was awaited twice")
+        self._awaited = True
+        return await self._future
+
+
+class StreamRunner(Generic[Staged]):
+    """The `Runner` of every device that has a stream. Used from one event loop."""
+
+    def __init__(self, stream: DeviceStream, executor: Executor[Staged], loop: asyncio.AbstractEventLoop) -> None:
+        self._stream = stream
+        self._executor = executor
+        self._loop = loop
+        self._waiter = Waiter(loop)
+        self._in_flight: set[asyncio.Future[StepResult]] = set()
+        self._closed = False
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        if self._closed:
+            raise RuntimeError(f"step {plan.step} was launched on a closed runner")
+        future: asyncio.Future[StepResult] = self._loop.create_future()
+        self._in_flight.add(future)
+        results: list[StepResult] = []
+        self._stream.launch(self._work(plan, results))
+        self._waiter.notify(self._stream.record(), partial(self._resolve, plan.step, future, results))
+        return _Handle(plan.step, future)
+
+    def _work(self, plan: StepPlan, results: list[StepResult]) -> partial[None]:
+        try:
+            return partial(self._run, self._executor.stage(plan), results)
+        except Exception as error:  # a plan that cannot be staged is a failed step, in its place in the order
+            return partial(_raise, error)
+
+    def _run(self, staged: Staged, results: list[StepResult]) -> None:
+        started = time.perf_counter()
+        result = self._executor.run(staged)
+        if not result.device_s:
+            result = msgspec.structs.replace(result, device_s=time.perf_counter() - started)
+        results.append(result)
+
+    def _resolve(
+        self, step: int, future: asyncio.Future[StepResult], results: list[StepResult], error: BaseException | None
+    ) -> None:
+        self._in_flight.discard(future)
+        if future.done():  # its awaiter was cancelled
+            return
+        if error is None:
+            future.set_result(results[0])
+            return
+        failed = StepFailed(f"step {step} failed: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        future.set_exception(failed)
+
+    async def close(self) -> None:
+        """Wait for launched steps, then end the stream and the waiter. May be called twice."""
+        self._closed = True
+        if self._in_flight:
+            done, _ = await asyncio.wait(set(self._in_flight))
+            for future in done:
+                if not future.cancelled():
+                    future.exception()  # seen, so that a step nobody awaited does not log on collection
+        await asyncio.to_thread(self._stream.close)
+        await asyncio.to_thread(self._waiter.close)
+
+
+def _raise(error: Exception) -> None:
+    raise error

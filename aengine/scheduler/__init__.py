@@ -1,0 +1,11 @@
+"""Who runs next. Pure, synchronous, deterministic.
+
+Owns: sequences, step plans, chunked prefill, preemption.
+Does not know: torch, asyncio, clocks, text.
+Invariants: see scheduler.py.
+"""
+
+from aengine.scheduler.drafts import Drafter, PromptLookup
+from aengine.scheduler.scheduler import Scheduler, SchedulerStats
+
+__all__ = ["Drafter", "PromptLookup", "Scheduler", "SchedulerStats"]

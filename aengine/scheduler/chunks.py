@@ -1,0 +1,37 @@
+"""How one step's token budget is shared among the prompts that are being prefilled.
+
+Owns: `share_budget`, a pure function.
+Does not know: slots, pages, requests.
+Invariants: the shares add up to at most the budget; the oldest prompt always gets some of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def share_budget(remaining: Sequence[int], budget: int, page_tokens: int) -> list[int]:
+    """Chunk sizes for prompts with `remaining` tokens each, given oldest first.
+
+    The oldest is guaranteed half of the budget, so that it cannot starve; the rest goes to the shortest first, which
+    minimises the mean time to first token and keeps a short prompt from waiting behind a long one; what they leave
+    goes back to the oldest. A chunk that does not end its prompt is cut to whole pages, because only full pages can be
+    shared (the caller starts on page borders, save after a hit or a tiny budget).
+    """
+    shares = [0] * len(remaining)
+    if not remaining or budget <= 0:
+        return shares
+    left = budget
+    shares[0] = min(remaining[0], max(1, budget // 2)) if len(remaining) > 1 else min(remaining[0], budget)
+    left -= shares[0]
+    for i in sorted(range(1, len(remaining)), key=lambda i: (remaining[i], i)):
+        shares[i] = min(remaining[i], left)
+        left -= shares[i]
+    shares[0] += min(left, remaining[0] - shares[0])
+    return [_whole_pages(share, left, page_tokens) for share, left in zip(shares, remaining, strict=True)]
+
+
+def _whole_pages(share: int, remaining: int, page_tokens: int) -> int:
+    if share == remaining or share < page_tokens:
+        return share
+    return share - share % page_tokens

@@ -1,0 +1,98 @@
+"""A step plan under construction.
+
+Owns: collecting decode rows (as arrays) and other rows (one by one), and turning them into one frozen StepPlan.
+Does not know: why a row was chosen.
+Invariants: a held slot is in no built plan; rows keep the order decode first, then prefill.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aengine.scheduler.columns import Columns
+from aengine.types import Bools, Int32s, Int64s, SlotSetup, StepPlan, TableDelta
+
+_NO_SLOTS = np.zeros(0, np.int64)
+
+
+class PlanBuilder:
+    def __init__(self, step: int, budget_tokens: int, columns: Columns) -> None:
+        self.step = step
+        self.left = budget_tokens
+        self._columns = columns
+        self._decode: Int64s = _NO_SLOTS
+        self._slots: list[int] = []
+        self._counts: list[int] = []
+        self._samples: list[int] = []
+        self._drafts: dict[int, Int32s] = {}
+        self._targets: dict[int, Int32s] = {}  # by slot
+        self.held: list[int] = []
+
+    def decode(self, slots: Int64s) -> None:
+        """Rows of one token each, sampled."""
+        self._decode = slots
+        self.left -= len(slots)
+
+    def row(self, slot: int, count: int, samples: int, drafts: Int32s | None = None) -> None:
+        """A prefill chunk, or (with `drafts`) one known token followed by draft tokens."""
+        self._slots.append(slot)
+        self._counts.append(count)
+        self._samples.append(samples)
+        if drafts is not None:
+            self._drafts[slot] = drafts
+        self.left -= count
+
+    def prompt_targets(self, slot: int, targets: Int32s) -> None:
+        self._targets[slot] = targets
+
+    def has_row(self, slot: int) -> bool:
+        """Whether the step has a row for `slot` that can no longer be left out (its pages may be published)."""
+        return slot in self._slots
+
+    def hold(self, slot: int) -> None:
+        """Keep a slot out of this step, so that it can be preempted once it is not in flight."""
+        self.held.append(slot)
+
+    def build(self, tables: list[TableDelta], setups: list[SlotSetup]) -> StepPlan | None:
+        c = self._columns
+        decode = self._decode
+        if self.held:
+            decode = decode[~np.isin(decode, self.held)]
+        if not len(decode) and not self._slots:
+            return None
+        relay = c.scheduled[decode] >= c.known[decode]
+        ids = [c.tokens[decode, c.scheduled[decode]][~relay]]
+        slots = np.concatenate([decode, np.array(self._slots, np.int64)])
+        ids += [self._row_ids(slot, count) for slot, count in zip(self._slots, self._counts, strict=True)]
+        ones = np.ones(len(decode), np.int32)
+        return StepPlan(
+            step=self.step,
+            slots=slots.astype(np.int32),
+            handles=c.handle[slots],
+            starts=c.scheduled[slots],
+            counts=np.concatenate([ones, np.array(self._counts, np.int32)]),
+            samples=np.concatenate([ones, np.array(self._samples, np.int32)]),
+            relay=_padded(relay, len(slots)),
+            ids=np.concatenate(ids),
+            tables=tuple(tables),
+            setups=tuple(setups),
+            prompt_logprobs=self._targets_by_row(slots),
+        )
+
+    def _row_ids(self, slot: int, count: int) -> Int32s:
+        start = int(self._columns.scheduled[slot])
+        drafts = self._drafts.get(slot)
+        if drafts is None:
+            return self._columns.tokens[slot, start : start + count].copy()
+        return np.concatenate([self._columns.tokens[slot, start : start + 1], drafts])
+
+    def _targets_by_row(self, slots: Int64s) -> dict[int, Int32s]:
+        if not self._targets:
+            return {}
+        return {row: self._targets[slot] for row, slot in enumerate(slots.tolist()) if slot in self._targets}
+
+
+def _padded(relay: Bools, rows: int) -> Bools:
+    out = np.zeros(rows, np.bool_)
+    out[: len(relay)] = relay
+    return out

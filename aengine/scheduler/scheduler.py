@@ -1,0 +1,447 @@
+"""Who runs next: the pure, synchronous heart of the engine.
+
+Owns: sequences from submission to finish, their slots, the plan of each step and the account of its results.
+Does not know: torch, asyncio, clocks, text, sockets.
+Invariants: `plan` and `commit` alternate freely, but steps are committed in the order they were planned; the same calls
+give the same plans; every submitted request gets exactly one Finish; older requests (priority, then age) never lose
+pages to younger ones; a lease is released exactly once, in `_release`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from aengine.memory import Fence
+from aengine.prefix_cache import Grown, Lease, PrefixCache
+from aengine.scheduler.chunks import share_budget
+from aengine.scheduler.columns import Columns
+from aengine.scheduler.drafts import Drafter
+from aengine.scheduler.plan_builder import PlanBuilder
+from aengine.scheduler.results import OutputBuilder, commit_rows
+from aengine.scheduler.sequence import Sequence, WaitingRoom
+from aengine.types import (
+    FinishReason,
+    Int64s,
+    Request,
+    SlotSetup,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+    TableDelta,
+)
+
+
+class SchedulerStats(msgspec.Struct, frozen=True):
+    running: int
+    waiting: int
+    in_flight: int
+    preemptions: int
+    zombie_rows: int
+    steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+
+
+class Scheduler:
+    """plan / commit over one prefix cache.
+
+    `max_seqs` slots; `budget_tokens` per step; `max_tokens` the longest sequence (prompt plus output).
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        *,
+        max_seqs: int,
+        budget_tokens: int,
+        max_tokens: int,
+        page_tokens: int = 16,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.cache = cache
+        self.columns = Columns(max_seqs, max_tokens)
+        self.waiting = WaitingRoom()
+        self.outputs = OutputBuilder()
+        self.retired = 0
+        self.zombie_rows = 0
+        self.accepted_tokens = 0
+        self._budget_tokens = budget_tokens
+        self.page_tokens = page_tokens
+        self._drafter = drafter
+        self._step = 0
+        self._in_flight: deque[StepPlan] = deque()
+        self._by_handle: dict[int, Sequence] = {}
+        self._by_slot: list[Sequence | None] = [None] * max_seqs
+        self._free_slots = list(range(max_seqs - 1, -1, -1))
+        self._slot_fence: Fence[int] = Fence()
+        self._keys: list[tuple[int, int]] = []  # of running sequences, oldest first
+        self._order: Int64s = np.zeros(0, np.int64)  # their slots
+        self._leaving: list[Sequence] = []  # aborted, void or to be preempted, once out of flight
+        self._preemptions = 0
+        self._drafted_tokens = 0
+        self._room_version = 0  # grows when pages or slots may have become free
+        self._blocked = (-1, -1)  # (handle, _room_version) when the head of the queue did not fit
+        self._tables: list[TableDelta] = []  # for the next plan: even a step that is not built may have changed tables
+        self._setups: list[SlotSetup] = []
+
+    # ---- verbs
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. The caller checked that it fits the pool (`cache.fits`)."""
+        sequence = Sequence(request)
+        self._by_handle[request.handle] = sequence
+        self.waiting.push(sequence)
+
+    def abort(self, handle: int) -> None:
+        """Flag a request; it is released by the next plan or commit that finds it out of flight."""
+        sequence = self._by_handle.get(handle)
+        if sequence is None or sequence.aborted:
+            return
+        sequence.aborted = True
+        self._leaving.append(sequence)
+        if sequence.slot >= 0:
+            self.columns.paused[sequence.slot] = self.columns.mute[sequence.slot] = True
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can run now."""
+        self._settle()
+        build = PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
+        self._plan_decodes(build)
+        self._plan_prefills(build)
+        plan = build.build(self._tables, self._setups)
+        if plan is None:
+            return None
+        self._tables, self._setups = [], []
+        self._step = plan.step
+        self._in_flight.append(plan)
+        self.columns.launched(plan)
+        return plan
+
+    def commit(self, result: StepResult) -> StepOutputs:
+        """Account the oldest step in flight."""
+        plan = self._retire(result.step)
+        commit_rows(self, plan, result)
+        self._settle()
+        return self.flush()
+
+    def fail(self, step: int, message: str) -> StepOutputs:
+        """The oldest step in flight raised: its rows fail; whoever shares a page it should have written recomputes."""
+        plan = self._retire(step)
+        tainted = self.cache.retract(step)
+        for handle, slot in zip(plan.handles.tolist(), plan.slots.tolist(), strict=True):
+            if self.columns.handle[slot] == handle:
+                self.finish(self.at(slot), FinishReason.ERROR, error=message)
+        for handle in tainted:
+            self._void(handle)
+        self._settle()
+        return self.flush()
+
+    def flush(self) -> StepOutputs:
+        """Outputs gathered since the last flush; finishes may also come from `plan`."""
+        return self.outputs.take(self.retired)
+
+    # ---- views
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._by_handle)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=len(self._keys),
+            waiting=len(self.waiting),
+            in_flight=len(self._in_flight),
+            preemptions=self._preemptions,
+            zombie_rows=self.zombie_rows,
+            steps=self._step,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+        )
+
+    def oldest(self) -> int | None:
+        """Handle of the oldest unfinished request: what a watchdog names when nothing moves."""
+        return min(self._by_handle, default=None)
+
+    def sequence(self, handle: int) -> Sequence | None:
+        return self._by_handle.get(handle)
+
+    # ---- decode rows
+
+    def _plan_decodes(self, build: PlanBuilder) -> None:
+        c, order = self.columns, self._order
+        known = c.known[order]
+        total = known + c.pending[order]
+        ready = (total - c.scheduled[order] == 1) & (total < c.limit[order]) & ~c.paused[order] & ~c.drafting[order]
+        if self._drafter is not None:
+            ready &= c.pending[order] == 0  # a draft needs to know the last token
+        slots = order[ready][: build.left]
+        if self._drafter is not None:
+            slots = self._plan_drafts(slots, build)
+        crossing = c.scheduled[slots] >= c.capacity[slots]
+        if crossing.any():
+            lacking = [slot for slot in slots[crossing].tolist() if not self._grow_decode(slot, build)]
+            if lacking:
+                slots = slots[~np.isin(slots, lacking)]
+        build.decode(slots)
+
+    def _grow_decode(self, slot: int, build: PlanBuilder) -> bool:
+        if slot in build.held:
+            return False
+        sequence = self.at(slot)
+        upto = int(self.columns.scheduled[slot]) + 1
+        return self._grow(sequence, upto, build) is not None
+
+    def _plan_drafts(self, slots: Int64s, build: PlanBuilder) -> Int64s:
+        """Give drafts to the rows the drafter has a guess for; returns the other rows."""
+        assert self._drafter is not None
+        c = self.columns
+        plain: list[int] = []
+        rows_left = len(slots)
+        for slot in slots.tolist():
+            sequence = self.at(slot)
+            known = int(c.known[slot])
+            rows_left -= 1
+            most = min(int(c.limit[slot]) - known - 1, build.left - rows_left - len(plain) - 1)
+            if most <= 0 or sequence.request.sampling.needs_history or sequence.slot in build.held:
+                plain.append(slot)
+                continue
+            drafts = self._drafter.propose(c.tokens[slot, :known], most)
+            if not len(drafts) or self._try_grow(sequence, known + len(drafts), build.step).short:
+                plain.append(slot)
+                continue
+            self._drafted_tokens += len(drafts)
+            build.row(slot, 1 + len(drafts), 1 + len(drafts), np.asarray(drafts, np.int32))
+        return np.array(plain, np.int64)
+
+    # ---- prefill rows
+
+    def _plan_prefills(self, build: PlanBuilder) -> None:
+        if build.left <= 0:
+            return
+        c, order = self.columns, self._order
+        total = c.known[order] + c.pending[order]
+        unfed = order[(total - c.scheduled[order] > 1) & ~c.paused[order]]
+        fresh = self._admit()
+        rows = sorted([self.at(slot) for slot in unfed.tolist()] + fresh, key=lambda s: s.key)
+        remaining = [int(c.known[s.slot] - c.scheduled[s.slot]) for s in rows]
+        shares = share_budget(remaining, build.left, self.page_tokens)
+        for sequence, share in zip(rows, shares, strict=True):
+            if share > 0 and sequence.slot >= 0 and sequence.slot not in build.held:
+                self._plan_chunk(sequence, min(share, build.left), build)
+
+    def _plan_chunk(self, sequence: Sequence, share: int, build: PlanBuilder) -> None:
+        """One chunk of at most `share` tokens, after whatever others have prefilled of the same prompt meanwhile."""
+        c, slot = self.columns, sequence.slot
+        known = int(c.known[slot])
+        while True:
+            start = int(c.scheduled[slot])
+            upto = min(start + share, known)
+            grown = self._grow(sequence, upto, build)
+            if grown is None:
+                return
+            if grown.start < upto:
+                break
+            c.scheduled[slot] = grown.start  # all of the chunk was adopted: try the part behind it
+        c.scheduled[slot] = grown.start
+        count = upto - grown.start
+        build.row(slot, count, 1 if upto == known else 0)
+        targets = c.tokens[slot, grown.start + 1 : min(upto + 1, sequence.prompt_tokens)]
+        if sequence.wants_prompt_logprobs and len(targets):
+            build.prompt_targets(slot, targets.copy())
+
+    def _admit(self) -> list[Sequence]:
+        """Give slots to waiting sequences while a slot is free and their whole prompt has room."""
+        fresh: list[Sequence] = []
+        owed = self._owed_tokens()
+        while self._free_slots:
+            sequence = self.waiting.head()
+            if sequence is None or self._blocked == (sequence.request.handle, self._room_version):
+                break
+            lease = self._acquire(sequence, self._free_slots[-1])
+            need = len(sequence.ids) + 1 - lease.cached_tokens
+            if self.cache.pool.shortage(self.cache.needed_pages(owed + need)) is not None:
+                self.cache.release(lease, last_step=0)
+                self._blocked = (sequence.request.handle, self._room_version)
+                break
+            owed += need
+            self._start(self.waiting.pop(), lease)
+            fresh.append(sequence)
+        return fresh
+
+    def _owed_tokens(self) -> int:
+        """Prompt tokens of running sequences that have no pages yet."""
+        c, order = self.columns, self._order
+        return int(np.maximum(c.known[order] - np.maximum(c.capacity[order], c.scheduled[order]), 0).sum())
+
+    def _acquire(self, sequence: Sequence, slot: int) -> Lease:
+        request, known = sequence.request, len(sequence.ids)
+        buffer = self.columns.tokens[slot]
+        buffer[:known] = sequence.ids
+        return self.cache.acquire(
+            request.handle,
+            buffer,
+            known,
+            salt=request.cache_salt,
+            adapter=request.adapter,
+            cause="resume" if sequence.admitted else request.cause,
+            max_hit=sequence.prompt_logprobs_done if sequence.wants_prompt_logprobs else None,
+        )
+
+    def _start(self, sequence: Sequence, lease: Lease) -> None:
+        c, slot = self.columns, self._free_slots.pop()
+        sequence.slot, sequence.lease = slot, lease
+        self._by_slot[slot] = sequence
+        c.occupy(slot, sequence.request, sequence.ids, lease.cached_tokens)
+        c.capacity[slot] = lease.capacity_tokens
+        c.commit_at[slot] = lease.cached_tokens - lease.cached_tokens % self.page_tokens + self.page_tokens
+        at = bisect.bisect(self._keys, sequence.key)
+        self._keys.insert(at, sequence.key)
+        self._order = np.insert(self._order, at, slot)
+        self._setups.append(self._setup(sequence))
+        if not sequence.admitted:
+            sequence.admitted = True
+            self.outputs.admitted(sequence.request.handle, lease.cached_tokens)
+
+    def _setup(self, sequence: Sequence) -> SlotSetup:
+        request = sequence.request
+        history = sequence.ids if request.sampling.needs_history else sequence.ids[:0]
+        return SlotSetup(
+            slot=sequence.slot,
+            handle=request.handle,
+            prompt_tokens=sequence.prompt_tokens,
+            sampling=request.sampling,
+            rules=request.rules,
+            seed=request.seed,
+            history_ids=history,
+        )
+
+    # ---- pages
+
+    def _grow(self, sequence: Sequence, upto: int, build: PlanBuilder) -> Grown | None:
+        """Pages for positions below `upto`, making room from younger sequences if need be; None: not this step."""
+        while True:
+            grown = self._try_grow(sequence, upto, build.step)
+            if not grown.short:
+                return grown
+            if not self._make_room(sequence, grown.short, build):
+                return None
+
+    def _try_grow(self, sequence: Sequence, upto: int, step: int) -> Grown:
+        c, slot = self.columns, sequence.slot
+        assert sequence.lease is not None
+        grown = self.cache.grow(sequence.lease, upto, step, int(c.known[slot]), start=int(c.scheduled[slot]))
+        for group, first, pages in grown.deltas:
+            self._tables.append(TableDelta(slot, group, first, pages))
+        c.capacity[slot] = sequence.lease.capacity_tokens
+        return grown
+
+    def _make_room(self, sequence: Sequence, short: tuple[int, ...], build: PlanBuilder) -> bool:
+        """Preempt younger sequences for `short` pages per group; True when some were freed at once.
+
+        A victim in flight is only held out of this step: it can be preempted when its last step has retired. Pages
+        that the fence will give back anyway are worth waiting for.
+        """
+        missing = [want - due for want, due in zip(short, self.cache.fenced_pages(), strict=True)]
+        freed = False
+        for slot in self._order[::-1].tolist():
+            victim = self.at(slot)
+            if victim.key <= sequence.key or max(missing) <= 0:
+                break
+            assert victim.lease is not None
+            missing = [m - r for m, r in zip(missing, self.cache.reclaimable_pages(victim.lease), strict=True)]
+            if build.has_row(slot):  # a draft row of this very step: it goes when the step has retired
+                self.columns.paused[slot] = True
+                self._leaving.append(victim)
+                continue
+            build.hold(slot)
+            if self.columns.last_step[slot] <= self.retired:
+                self._preempt(victim)
+                freed = True
+        return freed
+
+    def _preempt(self, sequence: Sequence) -> None:
+        c, slot = self.columns, sequence.slot
+        sequence.ids = c.tokens[slot, : c.known[slot]].copy()
+        self._release(sequence)
+        self._preemptions += 1
+        self.waiting.push(sequence)
+
+    # ---- leaving
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
+    ) -> None:
+        """End a sequence: its one Finish, its one release."""
+        sequence.finished = True
+        del self._by_handle[sequence.request.handle]
+        if sequence.slot >= 0:
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self._room_version += 1
+        self.outputs.finished(sequence.request.handle, reason, stop_id, error)
+
+    def _release(self, sequence: Sequence) -> None:
+        """The one place where a lease and a slot are given up."""
+        c, slot = self.columns, sequence.slot
+        last_step = int(c.last_step[slot])
+        assert sequence.lease is not None
+        self.cache.release(sequence.lease, last_step=last_step)
+        c.vacate(slot)
+        at = bisect.bisect_left(self._keys, sequence.key)
+        del self._keys[at]
+        self._order = np.delete(self._order, at)
+        self._by_slot[slot] = None
+        sequence.slot, sequence.lease = -1, None
+        if last_step <= self.retired:
+            self._free_slots.append(slot)
+        else:
+            self._slot_fence.defer(last_step, slot)
+        self._room_version += 1
+
+    def _void(self, handle: int) -> None:
+        """Discard what is in flight for a sequence that read a failed step's pages, then recompute it."""
+        sequence = self._by_handle.get(handle)
+        if sequence is None or sequence.slot < 0 or self.columns.mute[sequence.slot]:
+            return
+        self.columns.paused[sequence.slot] = self.columns.mute[sequence.slot] = True
+        self._leaving.append(sequence)
+
+    def _settle(self) -> None:
+        """Let sequences go that are to leave and that no step in flight names."""
+        if not self._leaving:
+            return
+        staying = []
+        for sequence in self._leaving:
+            if sequence.finished:
+                continue
+            if sequence.slot >= 0 and self.columns.last_step[sequence.slot] > self.retired:
+                staying.append(sequence)
+            elif sequence.aborted:
+                self.finish(sequence, FinishReason.ABORT)
+            elif sequence.slot >= 0:
+                self._preempt(sequence)
+        self._leaving = staying
+
+    def _retire(self, step: int) -> StepPlan:
+        plan = self._in_flight.popleft()
+        assert plan.step == step, f"step {step} committed, {plan.step} is the oldest in flight"
+        self.retired = step
+        self.cache.retire(step)
+        slots = self._slot_fence.retire(step)
+        self._free_slots.extend(slots)
+        self._room_version += bool(slots)  # a fenced slot is a fenced release: its pages came back too
+        return plan
+
+    def at(self, slot: int) -> Sequence:
+        sequence = self._by_slot[slot]
+        assert sequence is not None
+        return sequence

@@ -1,0 +1,116 @@
+"""Request bodies: bytes to validated structs.
+
+Owns: the size limit, JSON decoding, the translation of its errors, the names of ignored fields.
+Does not know: what any field means.
+Invariants: every fault of a body is a small InvalidRequest or BodyTooLarge; `param` names the field
+wherever it is known.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from aengine.errors import BodyTooLarge, InvalidRequest
+from aengine.server.constraints import refuse_constraints
+from aengine.server.context import CONTEXT, IGNORED
+
+MAX_FIELDS = 1_000  # unknown ones are looked at one by one; 8 MiB could hold a million
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+_NOT_A_NUMBER = re.compile(rb'"(\w{1,64})"\s*:\s*(-?(?:NaN|Infinity))')
+_TOO_DEEP = "the JSON is nested too deeply"
+
+
+@dataclass(frozen=True, slots=True)
+class Body(Generic[T]):
+    """A decoded body; `ignored` are its unknown top-level fields in order, `size_bytes` its length."""
+
+    value: T
+    ignored: tuple[str, ...]
+    size_bytes: int
+
+
+async def read_body(request: web.Request, type: type[T]) -> Body[T]:
+    """Reads and validates a JSON body and remembers its unknown fields for the response header."""
+    data = await read_bytes(request)
+    fields = decode_json(data, dict[str, msgspec.Raw])
+    if len(fields) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
+    refuse_constraints(fields)
+    value = decode_json(data, type)
+    known = _known_fields(type)
+    ignored = tuple(name for name in fields if name not in known)
+    if ignored:
+        request[IGNORED] = ignored
+        request.app[CONTEXT].note_ignored(ignored)
+    return Body(value, ignored, len(data))
+
+
+async def read_bytes(request: web.Request) -> bytes:
+    """The body; raises BodyTooLarge with both numbers, at once when the length was announced."""
+    limit = request.app[CONTEXT].config.max_body_bytes
+    announced = request.content_length
+    if announced is not None and announced > limit:
+        raise BodyTooLarge(f"the body has {announced} bytes; at most {limit} are accepted")
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise BodyTooLarge(f"the body has more than the {limit} bytes that are accepted") from None
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(f"the body could not be read: {error}") from None
+
+
+def decode_json(data: bytes, type: Any) -> Any:
+    """`data` as `type`; raises InvalidRequest that names the field."""
+    try:
+        return _decoder(type).decode(data)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise _syntax_error(str(error), data) from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("the body is not valid UTF-8") from None
+    except RecursionError:
+        raise InvalidRequest(_TOO_DEEP) from None
+
+
+@lru_cache(maxsize=64)  # one per schema
+def _decoder(type: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(type)
+
+
+@lru_cache(maxsize=64)
+def _known_fields(type: Any) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(type))
+
+
+def _field_error(text: str) -> InvalidRequest:
+    path = _PATH.search(text)
+    param = path.group(1) if path else ""
+    reason = text[: path.start()] if path else text
+    missing = _MISSING.search(reason)
+    if missing:
+        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+        return InvalidRequest(f"{param} is missing", param=param)
+    if not param:
+        return InvalidRequest(f"the body is not as expected: {reason}")
+    return InvalidRequest(f"{param}: {reason}", param=param)
+
+
+def _syntax_error(text: str, data: bytes) -> InvalidRequest:
+    number = _NOT_A_NUMBER.search(data)
+    if number:
+        name, value = (part.decode() for part in number.groups())
+        return InvalidRequest(f"{name}: {value} is not a JSON number", param=name)
+    if "UTF-8" in text:
+        return InvalidRequest("the body is not valid UTF-8")
+    return InvalidRequest(f"the body is not valid JSON: {text}")

@@ -1,0 +1,131 @@
+"""The engine as the server sees it.
+
+Owns: the protocols of everything the server calls; they are the whole of what it may know of the engine.
+Does not know: how any of it is done, and no class that does it.
+Invariants: only synchronous calls that return at once, and coroutines; values that cross are those of aengine.types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from aengine.types import OutputDelta, SamplingParams, TokenLogprob
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
+
+
+class ModelFacts(Protocol):
+    """The loaded model. Readable once `Engine.phase` is "ready"."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...  # served names, the main one first
+    @property
+    def max_model_len(self) -> int: ...  # tokens
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
+    @property
+    def has_chat_template(self) -> bool: ...
+    @property
+    def created(self) -> int: ...  # unix seconds
+
+
+class HealthView(Protocol):
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def reason(self) -> str | None: ...
+
+
+class MetricsView(Protocol):
+    def render(self) -> bytes: ...  # Prometheus text
+
+
+class Text(Protocol):
+    """Tokenizer and chat template. Coroutines work in threads; rendering raises InvalidRequest(param="messages")."""
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    async def encode_batch(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    async def render_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str: ...
+    async def encode_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[int]: ...
+    def token_text(self, id: int) -> str: ...
+    def token_bytes(self, id: int) -> bytes: ...
+
+
+class Stream(Protocol):
+    """The output of one submitted prompt: an async iterator of OutputDelta, the choices interleaved.
+
+    `completion_tokens` is the running total over the choices; `prompt_logprobs` is complete before the first delta.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_ids(self) -> list[int]: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob | None] | None: ...
+
+    def __aiter__(self) -> Stream: ...
+    async def __anext__(self) -> OutputDelta: ...
+    def abort(self) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    """The façade. `submit` raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady or EngineDead."""
+
+    @property
+    def phase(self) -> str: ...  # "loading model" ..., "ready", "draining", "closed", "dead"
+    @property
+    def model(self) -> ModelFacts: ...
+    @property
+    def metrics(self) -> MetricsView: ...
+    @property
+    def text(self) -> Text: ...
+
+    async def start(self) -> None: ...
+    async def close(self, *, drain_s: float = 0.0) -> None: ...
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str = "",
+    ) -> Stream: ...
+    def abort(self, request_id: str) -> bool: ...
+    def health(self) -> HealthView: ...
+    async def reset_prefix_cache(self) -> None: ...
+
+
+JsonObject = Mapping[str, Any]

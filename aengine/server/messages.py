@@ -1,0 +1,167 @@
+"""Chat messages: from the wire to what a chat template takes.
+
+Owns: roles, content forms, tool definitions and their checks; the arguments of a template call.
+Does not know: templates themselves, token ids, sampling.
+Invariants: templates get plain dicts with string content only; a fault names messages[i] and its field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypedDict
+
+import msgspec
+
+from aengine.errors import InvalidRequest
+from aengine.server.envelope import shorten
+from aengine.server.schemas import ContentPart, Message, ToolCall
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"))
+
+
+class Templated(Protocol):
+    """The fields of a body that say how its messages become a prompt."""
+
+    @property
+    def messages(self) -> list[Message] | None: ...
+    @property
+    def tools(self) -> list[dict[str, Any]] | None: ...
+    @property
+    def tool_choice(self) -> str | dict[str, Any] | None: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def reasoning_effort(self) -> str | None: ...
+
+
+class TemplateCall(TypedDict):
+    """The keyword arguments of `Text.render_chat` and `Text.encode_chat`."""
+
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str | None
+    kwargs: dict[str, Any] | None
+
+
+def template_messages(messages: Sequence[Message] | None) -> list[dict[str, Any]]:
+    """Checked messages as dicts; raises InvalidRequest."""
+    if not messages:
+        raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def template_call(body: Templated) -> TemplateCall:
+    """Everything beside the messages that a template takes; raises InvalidRequest."""
+    proceed = bool(body.continue_final_message)
+    if proceed and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    if proceed and body.messages and body.messages[-1].role != "assistant":
+        raise InvalidRequest(
+            "continue_final_message needs a last message of the assistant", param="continue_final_message"
+        )
+    generate = not proceed if body.add_generation_prompt is None else body.add_generation_prompt
+    return TemplateCall(
+        tools=_tools(body),
+        add_generation_prompt=generate,
+        continue_final_message=proceed,
+        chat_template=body.chat_template,
+        kwargs=_template_kwargs(body),
+    )
+
+
+def _template_kwargs(body: Templated) -> dict[str, Any] | None:
+    kwargs = dict(body.chat_template_kwargs or {})
+    if taken := _RESERVED.intersection(kwargs):
+        raise InvalidRequest(
+            f"chat_template_kwargs: {min(taken)!r} is a field of its own", param="chat_template_kwargs"
+        )
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return kwargs or None
+
+
+def _message(message: Message, path: str) -> dict[str, Any]:
+    if message.role not in _ROLES:
+        role = shorten(message.role, 40)
+        raise InvalidRequest(f"{path}.role is {role!r}, not one of {', '.join(_ROLES)}", param=f"{path}.role")
+    # Templates know "system"; "developer" is OpenAI's later name of the same role.
+    role = "system" if message.role == "developer" else message.role
+    out: dict[str, Any] = {"role": role, "content": _content(message, path)}
+    if message.tool_calls:
+        out["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            out[name] = value
+    thought = message.reasoning_content or message.reasoning
+    if thought:
+        out["reasoning_content"] = out["reasoning"] = thought
+    return out
+
+
+def _content(message: Message, path: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role != "assistant":  # an assistant that only called tools has none
+            raise InvalidRequest(f"{path}.content is missing", param=f"{path}.content")
+        return ""
+    return "\n".join(_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: ContentPart, path: str) -> str:
+    if part.type == "refusal":
+        return part.text or ""
+    if part.type not in _TEXT_PARTS:
+        kind = shorten(part.type, 40)
+        raise InvalidRequest(f"{path} is of type {kind!r}; this model takes text only", param=path)
+    if part.text is None:
+        raise InvalidRequest(f"{path}.text is missing", param=f"{path}.text")
+    return part.text
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    return {"id": call.id, "type": call.type or "function", "function": function}
+
+
+def _arguments(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    """Templates iterate over arguments as an object; the wire has them as JSON text. Broken text passes as text."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        decoded = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+def _tools(body: Templated) -> list[dict[str, Any]] | None:
+    choice, tools = body.tool_choice, body.tools
+    if choice not in (None, "auto", "none"):
+        shown = "a named tool" if isinstance(choice, dict) else repr(shorten(str(choice), 40))
+        raise InvalidRequest(
+            f"tool_choice: {shown} cannot be enforced here; send 'auto' or 'none'", param="tool_choice"
+        )
+    for i, tool in enumerate(tools or ()):
+        _check_tool(tool, f"tools[{i}]")
+    return tools if tools and choice != "none" else None
+
+
+def _check_tool(tool: dict[str, Any], path: str) -> None:
+    if tool.get("type") != "function":
+        raise InvalidRequest(f"{path}.type is not 'function'", param=f"{path}.type")
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{path}.function.name is missing", param=f"{path}.function.name")

@@ -1,0 +1,112 @@
+"""The serving process: socket, engine start, signals, drain.
+
+Owns: the listening socket, the task that starts the engine, what the two signals do.
+Does not know: routes, requests.
+Invariants: the socket listens before the engine loads; the engine is closed on every way out; a failed start raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from aiohttp import web
+
+from aengine.config import ServerConfig
+from aengine.errors import ConfigError
+from aengine.server.app import create_app
+from aengine.server.context import CONTEXT, ServerContext
+from aengine.server.facade import Engine
+
+log = logging.getLogger("aengine.server")
+
+LAST_WRITES_S = 1.0  # for handlers to write their ends once the engine is closed
+BACKLOG = 1024  # connections; the default of 128 refuses bursts that the waiting room could take
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+async def run_server(
+    engine: Engine, config: ServerConfig, *, on_listening: Callable[[str], None] | None = None
+) -> None:
+    """Serves until SIGINT or SIGTERM, then drains. `on_listening` gets the base URL before the engine loads.
+
+    The first signal refuses new requests with 503 and lets running ones end for `shutdown_timeout_s`; a second signal
+    ends the process at once. Raises ConfigError when the address cannot be had, and what `engine.start` raised.
+    """
+    app = create_app(engine, config)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WRITES_S)
+    await runner.setup()
+    stopping = asyncio.Event()
+    drain_s = 0.0
+    try:
+        url = await _listen(runner, config)
+        with _signals(stopping):
+            try:
+                if on_listening is not None:
+                    on_listening(url)
+                await _start_and_serve(engine, stopping)
+                drain_s = config.shutdown_timeout_s if engine.phase == "ready" else 0.0
+            finally:
+                await _shut_down(engine, app[CONTEXT], runner, drain_s)
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
+    site = web.TCPSite(runner, config.host, config.port, backlog=BACKLOG)
+    try:
+        await site.start()
+    except OSError as error:
+        where = f"{config.host}:{config.port}"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", param="port") from error
+    host, port = runner.addresses[0][:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _start_and_serve(engine: Engine, stopping: asyncio.Event) -> None:
+    """Loads the engine beside the running server, then waits for a signal. Raises what the start raised."""
+    start = asyncio.create_task(engine.start(), name="engine.start")
+    stop = asyncio.create_task(stopping.wait(), name="server.stop")
+    try:
+        await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+            await stop
+    finally:
+        stop.cancel()
+        start.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(stop, start, return_exceptions=True)
+
+
+async def _shut_down(engine: Engine, context: ServerContext, runner: web.AppRunner, drain_s: float) -> None:
+    context.draining = True
+    if drain_s:
+        log.info("draining: running requests may take %.0f s more; a second signal ends at once", drain_s)
+    await engine.close(drain_s=drain_s)
+    await runner.cleanup()
+
+
+@contextmanager
+def _signals(stopping: asyncio.Event) -> Iterator[None]:
+    """First signal: stop. Second: leave at once, whatever threads are doing."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stopping.is_set():
+            log.warning("second signal: ending at once")
+            logging.shutdown()
+            os._exit(128 + number)
+        stopping.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,127 @@
+"""The console script: speed, help, exit codes, one-line errors."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib import import_module
+
+import pytest
+
+from aengine.cli import main as cli
+from aengine.errors import ModelNotFound
+
+
+def run(*argv, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "aengine.cli", *argv], capture_output=True, text=True, timeout=60, **kwargs
+    )
+
+
+def test_help_comes_at_once_and_loads_nothing_heavy():
+    """Best of five, since other programs share the cores: 0.06 s alone."""
+    took_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        done = run("--help")
+        took_s.append(time.perf_counter() - began_s)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in cli.COMMANDS)
+    assert min(took_s) < 0.3
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_a_command_reads_its_flags_without_torch_or_aiohttp(command):
+    code = (
+        "import sys; from aengine.cli.main import main; code = main([sys.argv[1], '--help']);"
+        "print('loaded:', *[name for name in ('torch', 'transformers', 'aiohttp') if name in sys.modules]);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: aengine {command}" in done.stdout
+    assert done.stdout.endswith("loaded:\n")
+
+
+def test_fewer_than_40_flags_in_all_commands_together():
+    flags = {"--version"}
+    for command in cli.COMMANDS:
+        parser = import_module(f"aengine.cli.{command}").parser()
+        flags |= {name for name in parser._option_string_actions if re.match("--(?!no-)", name)}
+    assert len(flags - {"--help"}) < 40
+
+
+def test_version():
+    done = run("--version")
+    assert re.fullmatch(r"aengine \d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_nothing_asked_for_shows_the_help(capsys):
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: aengine COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["srve"], "aengine: unknown command 'srve'; did you mean serve? (see aengine --help)"),
+        (["serve", "--prot", "1"], "unknown argument --prot; did you mean --port"),
+        (["serve", "--port"], "argument --port: expected one argument"),
+        (["serve", "--port", "70000"], "aengine serve: --port: port is 70000, not in [0, 65535]"),
+        (["serve", "--kv-bytes", "much"], "kv_bytes is 'much', not a size such as"),
+        (["serve", "one", "two"], "unknown argument two"),
+        (["generate", "--max-tokens", "x"], "argument --max-tokens: invalid int value: 'x'"),
+        (["bench"], "the following arguments are required: what"),
+        (["bench", "engine"], "invalid choice: 'engine'"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_code_2(argv, message, capsys):
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        (ModelNotFound("no model 'x'; looked in: a, b"), 1, "aengine doctor: no model 'x'; looked in: a, b\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_how_an_error_ends_the_process(monkeypatch, capsys, error, code, shown):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr("aengine.cli.doctor.run", fail)
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr().err == shown
+
+
+def test_an_unexpected_fault_keeps_its_traceback(monkeypatch):
+    def fail(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("aengine.cli.doctor.run", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor"])
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "doctor"])
+def test_print_config_can_be_fed_back(command, tmp_path):
+    env = os.environ | {"AENGINE_MAX_N": "7"}
+    first = run(command, "--depth", "0", "--print-config", env=env)
+    assert first.returncode == 0, first.stderr
+    assert re.search(r"^depth: 0 .*#", first.stdout, re.MULTILINE)
+    assert re.search(r"^max_n: 7 ", first.stdout, re.MULTILINE)
+    path = tmp_path / "printed.yaml"
+    path.write_text(first.stdout, encoding="utf-8")
+    assert run(command, "--config", str(path), "--print-config").stdout == first.stdout
+
+
+def test_a_reader_that_has_gone_is_no_traceback():
+    command = f"{sys.executable} -m aengine.cli serve --print-config | true"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,15 @@
+"""What every test may rely on: settings come from the test alone, not from the developer's environment.
+
+AENGINE_HOME stays, so that a model that was fetched once is not fetched again.
+"""
+
+import os
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AENGINE_") and name != "AENGINE_HOME":
+            monkeypatch.delenv(name)

@@ -1,0 +1,131 @@
+"""Sequences in pages, and attention by definition.
+
+Owns: building StepBatches over strided, permuted, poisoned pages; a dense fp64 oracle.
+Does not know: any backend.
+Invariants: every page slot no test wrote holds NaN, so that a kernel that reads one shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
+
+
+@dataclass(frozen=True)
+class Sequence_:
+    """q [L, heads, D], k and v [L, kv_heads, D] of one sequence, all positions."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @property
+    def length(self) -> int:
+        return int(self.q.shape[0])
+
+
+def random_sequence(length: int, spec: AttentionSpec, dtype: torch.dtype, seed: int) -> Sequence_:
+    g = torch.Generator().manual_seed(seed)
+    shape = (length, spec.kv_heads, spec.head_dim)
+    q = torch.randn((length, spec.heads, spec.head_dim), generator=g)
+    return Sequence_(q.to(dtype), torch.randn(shape, generator=g).to(dtype), torch.randn(shape, generator=g).to(dtype))
+
+
+def make_spec(
+    heads: int, kv_heads: int, head_dim: int, *, window: int = 0, chunk: int = 0, softcap: float = 0.0
+) -> AttentionSpec:
+    return AttentionSpec(0, 0, heads, kv_heads, head_dim, head_dim**-0.5, window, chunk, softcap)
+
+
+class Pages:
+    """Pages of one layer, given to sequences in a shuffled order. Pages are `pad` elements apart beyond their size."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        *,
+        page_tokens: int,
+        seed: int,
+        pad: int = 64,
+    ) -> None:
+        counts = [-(-length // page_tokens) for length in lengths]
+        total = sum(counts) + 1  # page 0 is the null page
+        size = page_tokens * spec.kv_heads * spec.head_dim
+        pitch = 2 * size + pad
+        memory = torch.full((total * pitch,), float("nan"), dtype=dtype)
+        shape = (total, page_tokens, spec.kv_heads, spec.head_dim)
+        strides = (pitch, spec.kv_heads * spec.head_dim, spec.head_dim, 1)
+        self.kv = LayerKV(memory.as_strided(shape, strides), memory.as_strided(shape, strides, size))
+        order = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+        self.tables = torch.zeros((len(lengths), max(counts) + 3), dtype=torch.int32)
+        for row, count in enumerate(counts):
+            self.tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+
+    def fill(self, row: int, sequence: Sequence_, upto: int) -> None:
+        """Write positions 0 .. upto - 1 of a sequence without any kernel."""
+        page = self.kv.page_tokens
+        for position in range(upto):
+            at = int(self.tables[row, position // page])
+            self.kv.k[at, position % page] = sequence.k[position]
+            self.kv.v[at, position % page] = sequence.v[position]
+
+
+def make_batch(pages: Pages, rows: Sequence[tuple[int, int, int]]) -> StepBatch:
+    """rows: (table row, start, count)."""
+    offsets = [0]
+    for _, _, count in rows:
+        offsets.append(offsets[-1] + count)
+    positions = [start + i for _, start, count in rows for i in range(count)]
+    context = [start + count for _, start, count in rows]
+    return StepBatch(
+        ids=torch.zeros(len(positions), dtype=torch.int32),
+        positions=torch.tensor(positions, dtype=torch.int32),
+        row_offsets=torch.tensor(offsets, dtype=torch.int32),
+        context=torch.tensor(context, dtype=torch.int32),
+        tables=(pages.tables[[row for row, _, _ in rows]].contiguous(),),
+        kv=(pages.kv,),
+        max_context=max(context),
+        host_counts=tuple(count for _, _, count in rows),
+        host_starts=tuple(start for _, start, _ in rows),
+    )
+
+
+def step_inputs(sequences: Sequence[Sequence_], rows: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of the step's tokens: rows of one qkv matrix, as a model has them."""
+    parts = [
+        torch.cat([x[start : start + count].flatten(1) for x in (s.q, s.k, s.v)], dim=1)
+        for (row, start, count) in rows
+        for s in (sequences[row],)
+    ]
+    qkv = torch.cat(parts)
+    first = sequences[0]
+    widths = [int(x.shape[1] * x.shape[2]) for x in (first.q, first.k, first.v)]
+    q, k, v = qkv.split(widths, dim=1)
+    dim = first.q.shape[2]
+    return q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, dim))
+
+
+def dense_attention(sequence: Sequence_, spec: AttentionSpec, kv_dtype: torch.dtype) -> Tensor:
+    """fp64 [L, heads * D] by definition, with keys and values as the pages hold them."""
+    length, group = sequence.length, spec.heads // spec.kv_heads
+    q = sequence.q.double()
+    k = sequence.k.to(kv_dtype).double().repeat_interleave(group, dim=1)
+    v = sequence.v.to(kv_dtype).double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    query, key = torch.arange(length).unsqueeze(1), torch.arange(length)
+    hidden = key > query
+    if spec.window:
+        hidden |= key < query - spec.window + 1
+    if spec.chunk:
+        hidden |= key < query - query % spec.chunk
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)

@@ -1,0 +1,189 @@
+"""The law of the backend: no bit of a row depends on the other rows, chunking, pages or threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aengine.kernels.native import NativeOps
+from aengine.kernels.ops import AttentionSpec, Linear, RopeTable
+from tests.kernels.native.paged import Pages, Sequence_, make_batch, make_spec, random_sequence, step_inputs
+
+OpsByThreads = dict[int, NativeOps]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_in", [(576, 576), (960, 576), (576, 1536), (130, 17), (3000, 64)])
+def test_linear_rows_alone_and_together(
+    ops_by_threads: OpsByThreads, dtype: torch.dtype, out_in: tuple[int, int]
+) -> None:
+    torch.manual_seed(1)
+    weight = Linear(torch.randn(out_in).to(dtype), torch.randn(out_in[0]))
+    x = torch.randn(400, out_in[1]).to(dtype)
+    whole = ops_by_threads[1].linear(x, ops_by_threads[1].prepare(weight))
+    for ops in ops_by_threads.values():
+        packed = ops.prepare(weight)
+        for rows in (1, 2, 3, 5, 6, 7, 13, 33, 64, 200, 400):
+            first = 400 - rows
+            assert torch.equal(ops.linear(x[first:], packed), whole[first:]), (
+                f"{rows} rows, {ops.context.threads} threads"
+            )
+
+
+def _row_operations(dtype: torch.dtype) -> dict[str, Callable[[NativeOps, Tensor, Tensor], Tensor]]:
+    weight = torch.randn(96).to(dtype)
+    angles = torch.rand(1000, 12)
+    table = RopeTable(angles.cos(), angles.sin())
+    return {
+        "rms_norm": lambda ops, x, p: ops.rms_norm(x, weight, 1e-5),
+        "add_rms_norm": lambda ops, x, p: ops.add_rms_norm(x, x.flip(1), weight, 1e-5)[0],
+        "silu_mul": lambda ops, x, p: ops.silu_mul(x),
+        "gelu_tanh_mul": lambda ops, x, p: ops.gelu_tanh_mul(x),
+        "rope": lambda ops, x, p: ops.rope(x.unflatten(1, (4, 24)), p, table),
+        "scale": lambda ops, x, p: ops.scale(x, 1.7),
+        "add": lambda ops, x, p: ops.add(x, x.flip(1)),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_operations_alone_and_together(ops_by_threads: OpsByThreads, dtype: torch.dtype) -> None:
+    x, positions = torch.randn(1000, 96).to(dtype), torch.arange(1000, dtype=torch.int32)
+    for name, run in _row_operations(dtype).items():
+        whole = run(ops_by_threads[1], x, positions)
+        for ops in ops_by_threads.values():
+            assert torch.equal(run(ops, x, positions), whole), name
+            for row in (0, 1, 499, 999):
+                at = slice(row, row + 1)
+                assert torch.equal(run(ops, x[at], positions[at]), whole[at]), name
+
+
+def attend_in_chunks(
+    ops: NativeOps,
+    spec: AttentionSpec,
+    sequence: Sequence_,
+    chunks: Sequence[int],
+    *,
+    kv_dtype: torch.dtype = torch.float32,
+    companions: Sequence[Sequence_] = (),
+    seed: int = 0,
+) -> Tensor:
+    """The sequence's outputs [L, heads * D], computed chunk by chunk beside companions that decode their last token."""
+    sequences = [*companions, sequence]
+    me = len(companions)
+    pages = Pages([s.length for s in sequences], spec, kv_dtype, page_tokens=16, seed=seed)
+    for row, companion in enumerate(companions):
+        pages.fill(row, companion, companion.length - 1)
+    outputs, start = [], 0
+    for count in chunks:
+        rows = [(row, s.length - 1, 1) for row, s in enumerate(companions)]
+        rows.insert(me // 2, (me, start, count))
+        out = ops.attention(*step_inputs(sequences, rows), spec, make_batch(pages, rows))
+        outputs.append(out[me // 2 : me // 2 + count])
+        start += count
+    assert start == sequence.length
+    return torch.cat(outputs)
+
+
+SPECS = [
+    make_spec(9, 3, 64),
+    make_spec(4, 1, 256, window=100),
+    make_spec(6, 2, 24, window=37, softcap=15.0),
+    make_spec(4, 4, 17, chunk=48),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_attention_chunks_batches_pages_threads(
+    ops_by_threads: OpsByThreads, spec: AttentionSpec, kv_dtype: torch.dtype
+) -> None:
+    length = 290
+    sequence = random_sequence(length, spec, torch.float32, 11)
+    companions = [random_sequence(1 + 17 * i, spec, torch.float32, 100 + i) for i in range(6)]
+    whole = attend_in_chunks(ops_by_threads[1], spec, sequence, [length], kv_dtype=kv_dtype)
+    for threads, ops in ops_by_threads.items():
+        for chunks in ([16] * 18 + [2], [64] * 4 + [34], [255, 1, 1, 33], [length]):
+            for others in ((), companions):
+                out = attend_in_chunks(
+                    ops, spec, sequence, chunks, kv_dtype=kv_dtype, companions=others, seed=threads + len(others)
+                )
+                assert torch.equal(out, whole), f"{threads} threads, chunks {chunks[:2]}.., {len(others)} companions"
+
+
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+def test_token_by_token_equals_prefill(ops_by_threads: OpsByThreads, spec: AttentionSpec) -> None:
+    sequence = random_sequence(530, spec, torch.float32, 5)
+    whole = attend_in_chunks(ops_by_threads[2], spec, sequence, [530])
+    one_by_one = attend_in_chunks(ops_by_threads[2], spec, sequence, [200] + [1] * 330)
+    assert torch.equal(one_by_one, whole)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_attention_any_chunks(ops_by_threads: OpsByThreads, data: st.DataObject) -> None:
+    spec = make_spec(
+        4,
+        2,
+        data.draw(st.sampled_from([8, 20, 64])),
+        window=data.draw(st.sampled_from([0, 1, 16, 31, 70])),
+        chunk=data.draw(st.sampled_from([0, 0, 32, 50])),
+    )
+    chunks = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=5))
+    threads = data.draw(st.sampled_from([1, 2, 5]))
+    sequence = random_sequence(sum(chunks), spec, torch.float32, 3)
+    whole = attend_in_chunks(ops_by_threads[1], spec, sequence, [sum(chunks)])
+    assert torch.equal(attend_in_chunks(ops_by_threads[threads], spec, sequence, chunks, seed=9), whole)
+
+
+def test_decode_batches(ops_by_threads: OpsByThreads) -> None:
+    """A decode row alone, and among 7, 33 and 64 of other lengths."""
+    spec = SPECS[0]
+    sequences = [random_sequence(1 + (i * 37) % 400, spec, torch.float32, i) for i in range(64)]
+    pages = Pages([s.length for s in sequences], spec, torch.float32, page_tokens=16, seed=0)
+    for row, sequence in enumerate(sequences):
+        pages.fill(row, sequence, sequence.length - 1)
+    rows = [(row, s.length - 1, 1) for row, s in enumerate(sequences)]
+
+    def run(ops: NativeOps, chosen: list[tuple[int, int, int]]) -> Tensor:
+        return ops.attention(*step_inputs(sequences, chosen), spec, make_batch(pages, chosen))
+
+    alone = torch.cat([run(ops_by_threads[1], [row]) for row in rows])
+    for ops in ops_by_threads.values():
+        for size in (1, 7, 33, 64):
+            assert torch.equal(run(ops, rows[64 - size :]), alone[64 - size :])
+
+
+def test_a_shared_prefix_computed_by_another_row(ops_by_threads: OpsByThreads) -> None:
+    """A cache hit: the second sequence reads the first one's pages for its first 96 positions."""
+    spec = SPECS[0]
+    first = random_sequence(96, spec, torch.float32, 1)
+    tail = random_sequence(40, spec, torch.float32, 2)
+    second = Sequence_(
+        *(torch.cat(pair) for pair in zip((first.q, first.k, first.v), (tail.q, tail.k, tail.v), strict=True))
+    )
+    cold = attend_in_chunks(ops_by_threads[1], spec, second, [136])[96:]
+    ops = ops_by_threads[2]
+    pages = Pages([96, 136], spec, torch.float32, page_tokens=16, seed=4)
+    pages.tables[1, :6] = pages.tables[0, :6]
+    ops.attention(*step_inputs([first], [(0, 0, 96)]), spec, make_batch(pages, [(0, 0, 96)]))
+    rows = [(1, 96, 40)]
+    hot = ops.attention(*step_inputs([first, second], rows), spec, make_batch(pages, rows))
+    assert torch.equal(hot, cold)
+
+
+def test_threads_can_change_between_operations(ops: NativeOps) -> None:
+    x, linear = torch.randn(30, 576), ops.prepare(Linear(torch.randn(960, 576)))
+    expected = ops.linear(x, linear)
+    try:
+        for threads in (1, 3, 8, 2, 1):
+            ops.set_threads(threads)
+            assert ops.context.threads == threads
+            assert torch.equal(ops.linear(x, linear), expected)
+    finally:
+        ops.set_threads(2)

@@ -1,0 +1,265 @@
+"""Random episodes of the whole scheduler, cache and a delayed device, with an oracle for every token.
+
+The device runs steps late, in order, at random moments; it derives each token from the KV it finds through the block
+tables. So any page, slot or table that is used too early changes a token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aengine.memory import Full, Pool, Window, attention_group, plan
+from aengine.prefix_cache import PrefixCache
+from aengine.runner.sim import SimExecutor, SimGroup, sim_token
+from aengine.scheduler import Scheduler
+from aengine.types import FinishReason, Int32s, Request, SamplingParams, StepOutputs, StepPlan, StepResult, TokenRules
+
+VOCAB = 97
+EOS = 3
+PAGE = 4
+
+
+class Wrong(AssertionError):
+    """The detector found a fault."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`window` 0: one full-attention group; else a second group with that window."""
+
+    depth: int = 1
+    pages: int = 40
+    seqs: int = 6
+    budget: int = 16
+    requests: int = 16
+    window: int = 0
+    draft: float = 0.0
+    abort: float = 0.05
+    fail: float = 0.0
+    max_tokens: int = 96
+    prefix_caching: bool = True
+
+
+@dataclass
+class Asked:
+    request: Request
+    want: list[int]
+    got: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    aborted: bool = False
+
+
+def oracle(prompt: Int32s, max_tokens: int, stop_ids: tuple[int, ...], seed: int) -> list[int]:
+    """The tokens a request must get: a function of its own prompt and seed alone."""
+    ids = prompt.tolist()
+    for _ in range(max_tokens):
+        ids.append(sim_token(ids, VOCAB, seed))
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt) :]
+
+
+class OracleDrafter:
+    """Guesses rightly with probability `skill` at each token."""
+
+    def __init__(self, rng: random.Random, skill: float) -> None:
+        self._rng, self._skill = rng, skill
+
+    def propose(self, ids: Int32s, limit: int) -> Int32s:
+        guess: list[int] = []
+        known = ids.tolist()
+        for _ in range(min(limit, self._rng.randint(0, 4))):
+            right = self._rng.random() < self._skill
+            guess.append(sim_token(known + guess, VOCAB, 0) if right else self._rng.randrange(VOCAB))
+        return np.array(guess, np.int32)
+
+
+class Device:
+    """Launched steps, run one at a time when the episode says so. `executor` may be a faulty one."""
+
+    def __init__(self, executor: SimExecutor) -> None:
+        self.executor = executor
+        self._queue: deque[tuple[StepPlan, bool]] = deque()
+        self._results: dict[int, StepResult | None] = {}
+
+    def launch(self, step: StepPlan, *, fails: bool) -> None:
+        self._queue.append((self.executor.stage(step), fails))
+
+    def run_one(self) -> None:
+        if not self._queue:
+            return
+        step, fails = self._queue.popleft()
+        result = self.executor.run(step)
+        self._results[step.step] = None if fails else result
+
+    def wait(self, step: int) -> StepResult | None:
+        while step not in self._results:
+            self.run_one()
+        return self._results.pop(step)
+
+
+def make_pool(s: Setting) -> tuple[Pool, list[SimGroup]]:
+    specs = [attention_group("full", Full(), 1, kv_heads=1, head_dim=16, dtype="float32", tokens_per_page=PAGE)]
+    if s.window:
+        window = attention_group(
+            "window", Window(s.window), 1, kv_heads=1, head_dim=16, dtype="float32", tokens_per_page=PAGE
+        )
+        specs.append(window)
+    pages = plan(specs, s.pages * specs[0].payload_bytes)
+    groups = [SimGroup(g.slots * pages.large_pages, PAGE, getattr(g.spec.lifetime, "tokens", 0)) for g in pages.groups]
+    return Pool(pages), groups
+
+
+class Episode:
+    """One seeded run. `scheduler_type` and `executor_type` let tests plant faults."""
+
+    def __init__(
+        self,
+        seed: int,
+        setting: Setting,
+        *,
+        scheduler_type: type[Scheduler] = Scheduler,
+        executor_type: type[SimExecutor] = SimExecutor,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.s = setting
+        pool, groups = make_pool(setting)
+        self.cache = PrefixCache(pool, enabled=setting.prefix_caching)
+        drafter = OracleDrafter(self.rng, 0.7) if setting.draft else None
+        self.scheduler = scheduler_type(
+            self.cache,
+            max_seqs=setting.seqs,
+            budget_tokens=setting.budget,
+            max_tokens=setting.max_tokens,
+            page_tokens=PAGE,
+            drafter=drafter,
+        )
+        executor = executor_type(groups, max_seqs=setting.seqs, max_tokens=setting.max_tokens, vocab=VOCAB)
+        self.device = Device(executor)
+        self.asked: dict[int, Asked] = {}
+        self.plans: list[StepPlan] = []
+        self.failed_steps = 0
+
+    # ---- requests
+
+    def make_requests(self) -> deque[list[Request]]:
+        """Groups of requests that arrive together: single ones, and n choices of one prompt."""
+        shared = [self.rng.randrange(VOCAB) for _ in range(32)]
+        todo: deque[list[Request]] = deque()
+        handle = 1
+        while handle <= self.s.requests:
+            n = self.rng.choice([1, 1, 1, 2, 4])
+            prompt = shared[: self.rng.choice([0, 4, 8, 13, 24])]
+            prompt = prompt + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 14))]
+            most = self.rng.randint(1, 24)
+            greedy = bool(self.s.draft) or self.rng.random() < 0.5
+            params = SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=most)
+            group = []
+            for _ in range(n):
+                request = Request(
+                    handle=handle,
+                    id=str(handle),
+                    prompt_ids=np.array(prompt, np.int32),
+                    sampling=params,
+                    rules=TokenRules(stop_ids=(EOS,)),
+                    max_total_tokens=len(prompt) + most,
+                    seed=0 if greedy else self.rng.getrandbits(40),
+                    priority=self.rng.choice([0, 0, 0, 1, -1]),
+                    cause="fresh" if not group else "fork",
+                )
+                group.append(request)
+                handle += 1
+            todo.append([r for r in group if self.cache.fits(r.max_total_tokens)])
+        return todo
+
+    def submit(self, request: Request) -> None:
+        most = request.max_total_tokens - len(request.prompt_ids)
+        seed = 0 if request.sampling.greedy else request.seed
+        want = oracle(request.prompt_ids, most, request.rules.stop_ids, seed)
+        self.asked[request.handle] = Asked(request, want)
+        self.scheduler.submit(request)
+
+    # ---- the loop of engine/core.py, with chance in place of time
+
+    def run(self) -> Episode:
+        todo = self.make_requests()
+        in_flight: deque[tuple[int, bool]] = deque()
+        idle = 0
+        for _ in range(20_000):
+            if todo and self.rng.random() < 0.4:
+                for request in todo.popleft():
+                    self.submit(request)
+            self._maybe_abort()
+            step = self.scheduler.plan()
+            self._take(self.scheduler.flush())
+            if step is not None:
+                fails = self.rng.random() < self.s.fail
+                self.plans.append(step)
+                self.device.launch(step, fails=fails)
+                in_flight.append((step.step, fails))
+            while self.rng.random() < 0.4:
+                self.device.run_one()
+            if len(in_flight) > self.s.depth or (in_flight and step is None):
+                self._commit(in_flight.popleft()[0])
+                idle = 0
+            elif step is None:
+                idle += 1
+                if not todo and not self.scheduler.has_unfinished:
+                    break
+                if idle > 500 and not todo:
+                    raise Wrong(f"no progress: {self.scheduler.stats()}")
+            self.cache.check()
+        else:
+            raise Wrong("the episode did not end")
+        self._check_end()
+        return self
+
+    def _maybe_abort(self) -> None:
+        if self.rng.random() < self.s.abort and self.asked:
+            asked = self.rng.choice(list(self.asked.values()))
+            if asked.finish is None:
+                asked.aborted = True
+                self.scheduler.abort(asked.request.handle)
+
+    def _commit(self, step: int) -> None:
+        result = self.device.wait(step)
+        if result is None:
+            self.failed_steps += 1
+            self._take(self.scheduler.fail(step, "planted failure"))
+        else:
+            self._take(self.scheduler.commit(result))
+
+    def _take(self, outputs: StepOutputs) -> None:
+        for handle, token in zip(outputs.handles, outputs.tokens, strict=True):
+            asked = self.asked[handle]
+            if asked.finish is not None:
+                raise Wrong(f"request {handle} got a token after its finish")
+            asked.got.append(token)
+            if asked.got != asked.want[: len(asked.got)]:
+                raise Wrong(f"request {handle}: tokens {asked.got}, expected {asked.want}")
+        for finish in outputs.finished:
+            asked = self.asked[finish.handle]
+            if asked.finish is not None:
+                raise Wrong(f"request {finish.handle} finished twice")
+            asked.finish = finish.reason
+
+    def _check_end(self) -> None:
+        for handle, asked in self.asked.items():
+            if asked.finish is None:
+                raise Wrong(f"request {handle} has no finish")
+            if asked.finish in (FinishReason.STOP, FinishReason.LENGTH) and asked.got != asked.want:
+                raise Wrong(f"request {handle}: {asked.got} at finish, expected {asked.want}")
+            if asked.finish is FinishReason.ABORT and not asked.aborted:
+                raise Wrong(f"request {handle} was aborted by nobody")
+        self.cache.retire(10**9)
+        self.cache.reset()
+        self.cache.check()
+        live = [group.live + group.fenced + group.cached for group in self.cache.stats().pool.groups]
+        if any(live):
+            raise Wrong(f"pages leaked per group: {live}")
+        if self.scheduler.in_flight or len(self.scheduler.waiting):
+            raise Wrong("the scheduler is not idle")

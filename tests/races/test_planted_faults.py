@@ -1,0 +1,102 @@
+"""The detector is itself tested: each classic fault, planted on purpose, must be caught."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+
+import aengine.scheduler.results as results
+from aengine.runner.sim import SimExecutor
+from aengine.scheduler import Scheduler
+from aengine.types import Bools, StepPlan
+from tests.races.harness import Episode, Setting
+
+SEEDS = range(60)
+TIGHT = Setting(depth=1, pages=18, seqs=8, abort=0.15)
+
+
+def caught(setting: Setting, **faulty: type) -> int:
+    """How many episodes noticed. Any exception counts: a fault that crashes is a fault found."""
+    found = 0
+    for seed in SEEDS:
+        try:
+            Episode(seed, setting, **faulty).run()  # type: ignore[arg-type]
+        except Exception:
+            found += 1
+    return found
+
+
+class TablesByReference(SimExecutor):
+    """Applies table changes when the step is launched, under the feet of steps that still run."""
+
+    def stage(self, plan: StepPlan) -> StepPlan:
+        for delta in plan.tables:
+            self.tables[delta.group][delta.slot, delta.first : delta.first + len(delta.pages)] = delta.pages
+        for setup in plan.setups:
+            self._setups[setup.slot] = setup
+        return msgspec.structs.replace(plan, tables=(), setups=())
+
+
+class NoFence(Scheduler):
+    """Gives pages and slots back at once, whatever is in flight."""
+
+    def _release(self, sequence) -> None:  # type: ignore[no-untyped-def]
+        self.columns.last_step[sequence.slot] = 0
+        super()._release(sequence)
+
+
+class TwoReleasePaths(Scheduler):
+    """Abort releases at once, and the end of the step releases again."""
+
+    def abort(self, handle: int) -> None:
+        sequence = self.sequence(handle)
+        if sequence is not None and sequence.lease is not None:
+            self.cache.release(sequence.lease, last_step=int(self.columns.last_step[sequence.slot]))
+        super().abort(handle)
+
+
+class WindowByScheduled(Scheduler):
+    """Prunes window pages by what is launched instead of what is computed."""
+
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        if plan is not None:
+            for slot in plan.slots.tolist():
+                sequence = self.at(slot)
+                c = self.columns
+                assert sequence.lease is not None
+                at = int(c.scheduled[slot])
+                self.cache.commit(sequence.lease, at, int(min(at, c.known[slot])), 0)
+        return plan
+
+
+def test_no_fence_with_tables_by_reference_is_caught() -> None:
+    """A zombie row writes through the new owner's table; seen when what it spoils was a cache hit, not rewritten."""
+    setting = Setting(depth=2, pages=40, seqs=3, requests=40)
+    assert caught(setting, scheduler_type=NoFence, executor_type=TablesByReference) > len(SEEDS) // 8
+
+
+def test_the_honest_scheduler_is_not_accused() -> None:
+    assert caught(TIGHT) == 0
+    assert caught(Setting(depth=2, pages=40, seqs=3, requests=40)) == 0
+
+
+def test_unskipped_zombie_rows_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everything_lives(scheduler: Scheduler, plan: StepPlan) -> Bools:
+        return np.ones(len(plan.slots), np.bool_)
+
+    monkeypatch.setattr(results, "live_rows", everything_lives)
+    assert caught(TIGHT) > len(SEEDS) // 2
+
+
+def test_two_release_paths_are_caught() -> None:
+    assert caught(TIGHT, scheduler_type=TwoReleasePaths) > len(SEEDS) // 2
+
+
+def test_window_pruned_by_scheduled_length_is_caught() -> None:
+    setting = dataclasses.replace(TIGHT, window=6, draft=1.0, pages=40)
+    assert caught(setting) == 0
+    assert caught(setting, scheduler_type=WindowByScheduled) > len(SEEDS) // 4

@@ -1,0 +1,148 @@
+"""Identity, keys, origins, ignored fields, the page and the small endpoints."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from server_fakes import FakeEngine
+
+from aengine.server.edge import ignored_header, origin_allowed
+
+URL = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_id_in_is_request_id_out(serve, chat_body, stream):
+    client, _ = await serve()
+    for sent in ("abc-123", "x" * 128):
+        response = await client.post(URL, json=chat_body(stream=stream), headers={"x-request-id": sent})
+        assert response.headers["x-request-id"] == sent
+    for sent in ("x" * 129, "a b", ""):
+        response = await client.post(URL, json=chat_body(stream=stream), headers={"x-request-id": sent})
+        assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_the_same_request_id_twice_at_once(serve, chat_body):
+    """Clients repeat ids on retries; the engine's own ids stay unique."""
+    client, engine = await serve()
+    for _ in range(2):
+        assert (await client.post(URL, json=chat_body(), headers={"x-request-id": "same"})).status == 200
+    assert len({stream.request_id for stream in engine.streams}) == 2
+
+
+async def test_keys(serve, chat_body, envelope):
+    client, _ = await serve(api_key="s3cret")
+    for value in (None, "Bearer wrong", "Basic s3cret", "Bearer", "s3cret", "Bearer s3cret2", "Bearer \xe9"):
+        headers = {} if value is None else {"Authorization": value}
+        response = await client.post(URL, json=chat_body(), headers=headers)
+        error = await envelope(response, 401, code="invalid_api_key")
+        assert "s3cret" not in error["message"]
+        assert response.headers["WWW-Authenticate"] == "Bearer"
+    for scheme in ("Bearer", "bearer"):
+        good = {"Authorization": f"{scheme} s3cret"}
+        assert (await client.post(URL, json=chat_body(), headers=good)).status == 200
+    assert (await client.get("/")).status == 200
+    assert (await client.get("/health")).status == 200
+    assert (await client.get("/metrics")).status == 401
+    assert (await client.options(URL)).status == 204
+    assert (await client.get("/nowhere")).status == 401
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("http://localhost:3000", True),
+        ("https://127.0.0.1", True),
+        ("http://[::1]:80", True),
+        ("https://chat.example", True),
+        ("http://localhost.evil.example", False),
+        ("http://evil.example", False),
+        ("null", False),
+    ],
+)
+async def test_cors(serve, chat_body, origin, allowed):
+    client, _ = await serve(cors_origins=("https://chat.example",), api_key="k")
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-stainless"}
+    before = await client.options(URL, headers=asked)
+    assert before.status == 204
+    headers = {"Origin": origin, "Authorization": "Bearer k"}
+    answers = [before, await client.post(URL, json=chat_body(stream=True), headers=headers)]
+    answers.append(await client.post(URL, headers=headers))
+    for response in answers:
+        assert response.headers.get("Access-Control-Allow-Origin") == (origin if allowed else None)
+        assert "Origin" in response.headers["Vary"]
+    assert before.headers.get("Access-Control-Allow-Headers") == ("x-stainless" if allowed else None)
+
+
+def test_star_allows_all():
+    assert origin_allowed("https://any.example", ("*",))
+    assert not origin_allowed("https://any.example", ())
+
+
+async def test_ignored_fields_are_named_and_logged_once(serve, chat_body, caplog):
+    client, _ = await serve()
+    with caplog.at_level(logging.INFO, "aengine.server"):
+        for stream in (True, False):
+            body = chat_body(stream=stream, user="u", frobnicate=[1], metadata={})
+            response = await client.post(URL, json=body)
+            assert response.status == 200
+            assert response.headers["x-aengine-ignored"] == "user, frobnicate, metadata"
+    assert caplog.text.count("frobnicate") == 1
+    assert "x-aengine-ignored" not in (await client.post(URL, json=chat_body())).headers
+
+
+async def test_ignored_names_are_bounded(serve, chat_body, caplog):
+    client, _ = await serve()
+    many = {f"field{i}": 1 for i in range(900)}
+    with caplog.at_level(logging.INFO, "aengine.server"):
+        response = await client.post(URL, json=chat_body(**many, **{"x\r\ny: z": 1}))
+    assert response.headers["x-aengine-ignored"].endswith(", and 869 more")
+    assert len(caplog.records) <= 256
+    assert ignored_header(("a\r\nb", "é", "ok")) == "?, ?, ok"
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_page(serve, method):
+    client, _ = await serve(api_key="k")
+    response = await client.request(method, "/")
+    assert response.status == 200
+    assert response.content_type == "text/html"
+    policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    again = await client.get("/", headers={"If-None-Match": response.headers["ETag"]})
+    assert again.status == 304
+
+
+async def test_models(serve):
+    client, _ = await serve()
+    listed = await (await client.get("/v1/models")).json()
+    assert [card["id"] for card in listed["data"]] == ["fake-model", "fake-alias"]
+    assert listed["object"] == "list"
+    card = await (await client.get("/v1/models/fake-alias")).json()
+    assert (card["id"], card["object"], card["root"], card["max_model_len"]) == (
+        "fake-alias",
+        "model",
+        "fake-model",
+        4096,
+    )
+
+
+async def test_model_names_with_slashes(serve):
+    engine = FakeEngine()
+    engine.model.names = ("org/name",)
+    client, _ = await serve(engine)
+    assert (await (await client.get("/v1/models/org/name")).json())["id"] == "org/name"
+
+
+async def test_small_endpoints(serve):
+    client, engine = await serve()
+    assert await (await client.get("/health")).json() == {"status": "ok", "phase": "ready"}
+    assert (await (await client.get("/version")).json())["version"]
+    metrics = await client.get("/metrics")
+    assert metrics.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "vllm:num_requests_running" in await metrics.text()
+    assert (await client.post("/reset_prefix_cache")).status == 200
+    assert engine.resets == 1

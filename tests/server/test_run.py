@@ -1,0 +1,145 @@
+"""The serving process: listens before it loads, drains on a signal, ends at once on the second, fails loudly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from server_fakes import FakeEngine
+
+from aengine.config import ServerConfig
+from aengine.errors import ConfigError, ModelLoadError
+from aengine.server import run_server
+
+HERE = Path(__file__).parent
+BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+@asynccontextmanager
+async def process(engine=None, **server):
+    """A serving child process and its base URL."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(HERE / "serve_fake.py"),
+        json.dumps(engine or {}),
+        json.dumps(server),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=HERE.parent.parent,
+        env={"PYTHONPATH": str(HERE.parent.parent)},
+    )
+    try:
+        url = (await child.stdout.readline()).decode().strip()
+        async with aiohttp.ClientSession(url or None) as session:
+            yield child, session
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+async def until_ready(session):
+    for _ in range(500):
+        if (await session.get("/health")).status == 200:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("not ready after 10 s")
+
+
+async def test_listens_at_once_and_says_the_phase():
+    async with process({"load_s": 0.6}) as (child, session):
+        response = await session.post("/v1/chat/completions", json=BODY)
+        assert response.status == 503
+        assert "loading model" in (await response.json())["error"]["message"]
+        assert response.headers["Retry-After"]
+        assert (await session.get("/")).status == 200
+        await until_ready(session)
+        assert (await session.post("/v1/chat/completions", json=BODY)).status == 200
+        child.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(child.wait(), 5) == 0
+        assert b"closed" in await child.stdout.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_drains_running_streams_and_refuses_new_ones(number):
+    reply = ["x"] * 30
+    async with process({"reply": reply, "step_s": 0.02}) as (child, session):
+        await until_ready(session)
+        running = await session.post("/v1/chat/completions", json=BODY)
+        child.send_signal(number)
+        await asyncio.sleep(0.2)
+        refused = await session.post("/v1/chat/completions", json=BODY)
+        assert refused.status == 503
+        assert "draining" in (await refused.json())["error"]["message"]
+        assert refused.headers["Retry-After"]
+        assert (await session.get("/health")).status == 503
+        text = await running.text()
+        assert text.count('"content":"x"') == 30
+        assert text.endswith("data: [DONE]\n\n")
+        assert await asyncio.wait_for(child.wait(), 5) == 0
+
+
+async def test_drain_has_an_end():
+    async with process({"hold_after": 3}, shutdown_timeout_s=0.3) as (child, session):
+        await until_ready(session)
+        running = await session.post("/v1/chat/completions", json=BODY)
+        start = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(child.wait(), 8) == 0
+        assert time.monotonic() - start < 7
+        running.close()
+
+
+async def test_second_signal_ends_at_once():
+    async with process({"hold_after": 3}, shutdown_timeout_s=60.0) as (child, session):
+        await until_ready(session)
+        running = await session.post("/v1/chat/completions", json=BODY)
+        child.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        assert child.returncode is None
+        child.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(child.wait(), 2) == 128 + signal.SIGTERM
+        running.close()
+
+
+async def test_signal_while_loading_ends():
+    async with process({"load_s": 60}) as (child, session):
+        assert (await session.get("/health")).status == 503
+        child.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(child.wait(), 5) == 0
+
+
+async def test_failed_start_fails_the_process():
+    async with process({"load_error": "no such file: /x/model.gguf"}) as (child, _):
+        assert await asyncio.wait_for(child.wait(), 5) == 1
+        assert b"no such file: /x/model.gguf" in await child.stderr.read()
+
+
+async def test_failed_start_raises_and_leaves_nothing():
+    engine = FakeEngine(phase="created", load_error=ModelLoadError("broken"))
+    urls = []
+    before = asyncio.all_tasks()
+    with pytest.raises(ModelLoadError, match="broken"):
+        await run_server(engine, ServerConfig(port=0), on_listening=urls.append)
+    assert engine.phase == "closed"
+    assert asyncio.all_tasks() == before
+    port = int(urls[0].rpartition(":")[2])
+    with pytest.raises(OSError, match="Connect"):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_taken_port_is_said_before_loading():
+    server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        engine = FakeEngine(phase="created")
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            await run_server(engine, ServerConfig(port=port))
+        assert engine.phase == "created"
