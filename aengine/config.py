@@ -111,10 +111,12 @@ class DeviceConfig:
 
     device: Literal["auto", "cpu", "sim"] = _setting("auto", "device; sim is a delayed device for tests")
     threads: int | None = _setting(None, "compute threads; unset: all cores")
+    kernels: Literal["auto", "native", "reference"] = _setting("auto", "CPU kernels: compiled C, or plain torch")
     sim_step_s: float = _setting(0.0, "seconds a step takes on the sim device")
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, ("auto", "cpu", "sim"))
+        _check_choice("kernels", self.kernels, ("auto", "native", "reference"))
         _check("threads", self.threads, 1, 1024, "threads")
         _check("sim_step_s", self.sim_step_s, 0.0, 60.0, "s")
 

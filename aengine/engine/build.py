@@ -9,6 +9,7 @@ without a line in the report.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -166,9 +167,10 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         from aengine.memory.arena import Arena
         from aengine.runner.torch_step import TorchExecutor
 
-    threads = config.device.threads or torch.get_num_threads()
-    torch.set_num_threads(threads)
-    ops = _ops(config, ledger)
+    threads = config.device.threads or available_cores()
+    with ledger.phase("kernels"):
+        ops, torch_threads = _ops(config, threads, ledger)
+    torch.set_num_threads(torch_threads)
     dtype = _dtype(config, torch)
     with ledger.phase("weights"):
         model: Model = load_model(files, ops, dtype)
@@ -199,16 +201,36 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
     )
 
     def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
-        stream = ThreadStream(initialise=lambda: torch.set_num_threads(threads))
+        stream = ThreadStream(initialise=lambda: torch.set_num_threads(torch_threads))
         return StreamRunner(stream, executor, loop)
 
     return _Made(_names(config, files), pages, context, model.vocab_size, name, make_runner)
 
 
-def _ops(config: EngineConfig, ledger: Ledger) -> Ops:
+def available_cores() -> int:
+    """Cores this process may use (its affinity mask, where the system has one)."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _ops(config: EngineConfig, threads: int, ledger: Ledger) -> tuple[Ops, int]:
+    """(kernels, threads for torch's own operators).
+
+    Native kernels have a thread pool of their own; torch then gets one thread, because its OpenMP pool spins without
+    bound and takes the cores from the kernels and the event loop (steps of 3 ms became 106 ms).
+    """
+    from aengine.kernels.native import Unavailable, load_native_ops
     from aengine.kernels.reference import ReferenceOps
 
-    return ReferenceOps()
+    if config.device.kernels == "reference":
+        return ReferenceOps(), threads
+    native = load_native_ops(home() / "native", threads)
+    if not isinstance(native, Unavailable):
+        return native, 1
+    if config.device.kernels == "native":
+        raise ConfigError(f"kernels are set to native, but: {native.reason}", param="kernels")
+    ledger.lines.append(f"no native kernels ({native.reason}): plain torch serves, at a fraction of the speed")
+    return ReferenceOps(), threads
 
 
 def _dtype(config: EngineConfig, torch_module: object) -> torch.dtype:

@@ -83,23 +83,36 @@ class Pool:
         """As `take`, but None, and nothing changed, when `shortage` says that pages are missing."""
         surplus = len(self._unowned) + self._idle_slabs
         quota = []
-        for group, count in zip(self.groups, need, strict=True):
-            beyond = count and count - group.free_active - group.cached_active
-            slabs = -(-beyond // group.slots) if beyond > 0 else 0
+        for group in self.groups:
+            slabs, count = 0, need[group.index]
+            if count:
+                beyond = count - group.free_active - group.cached_active
+                if beyond > 0:
+                    slabs = -(-beyond // group.slots)
+                    surplus -= slabs
             quota.append(slabs)
-            surplus -= slabs
         if surplus < 0:
             return None
         out: list[list[Page]] = []
-        for group, count, slabs in zip(self.groups, need, quota, strict=True):
+        for group in self.groups:
             pages: list[Page] = []
+            count = need[group.index]
             if count:
-                pages, surplus = self._take_group(group, count, slabs, surplus)
+                surplus = self._take_group(group, count, quota[group.index], surplus, pages)
             out.append(pages)
         return out
 
-    def _take_group(self, group: GroupSlabs, count: int, quota: int, surplus: int) -> tuple[list[Page], int]:
-        pages = []
+    def take_one(self, index: int) -> Page | None:
+        """One page of one group, as `take` would give it; None when there is none."""
+        group = self.groups[index]
+        if group.occupied:
+            return self._take_slot(group, group.fullest())
+        if self._unowned or self._idle_slabs or group.cached_active:
+            return self._open_or_evict(group)[0]
+        return None
+
+    def _take_group(self, group: GroupSlabs, count: int, quota: int, surplus: int, pages: list[Page]) -> int:
+        """Append `count` pages to `pages`; returns what is left of the surplus."""
         for _ in range(count):
             if group.occupied:
                 page, opened = self._take_slot(group, group.fullest()), False
@@ -113,7 +126,7 @@ class Pool:
                 else:
                     surplus -= 1
             pages.append(page)
-        return pages, surplus
+        return surplus
 
     def _open_or_evict(self, group: GroupSlabs) -> tuple[Page, bool]:
         """(page, whether it cost an idle or unowned slab)."""

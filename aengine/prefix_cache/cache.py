@@ -68,6 +68,7 @@ class PrefixCache:
         self._state_pages = tuple(rule.page for rule in self._rules if isinstance(rule, StateRules))
         self._items = tuple(rule for rule in self._rules if isinstance(rule, ItemRules))
         self._single = len(self._rules) == 1
+        self._solo = self._single and isinstance(self._rules[0], PositionalRules)
         self._weights_digest = weights_digest
         self._overrides = dict(overrides or {})
         self._key_bytes = key_bytes
@@ -203,6 +204,8 @@ class PrefixCache:
             frontier = lease.tokens_ready = self._late_hit(lease, frontier, step)
         if frontier >= upto:
             return Grown(frontier, lease.deltas())
+        if self._solo and upto - frontier <= self._unit:
+            return self._grow_one(lease, frontier, upto, step)
         need = [rule.prepare(lease, hold, frontier, upto, step, drafts) for rule, hold in lease.pairs]
         pages = self.pool.try_take(need)
         if pages is None:
@@ -221,6 +224,25 @@ class PrefixCache:
             for rule, hold in lease.pairs:
                 rule.publish(lease, hold, tokens, step)
         return Grown(frontier, tuple(parts), (), fresh)
+
+    def _grow_one(self, lease: Lease, frontier: int, upto: int, step: int) -> Grown:
+        """`grow` of at most one page of the only group: every decode row goes this way once a page."""
+        rule, run = lease.pairs[0]
+        parts: tuple[TablePart, ...] = ()
+        if upto > len(run.pages) * rule.page:
+            page = self.pool.take_one(0)
+            if page is None:
+                return Grown(frontier, (), (1,))
+            run.append(page)
+        if run.sent < len(run.table):
+            parts = (run.news(),)
+        lease.tokens_ready = upto
+        lease.capacity_tokens = len(run.pages) * rule.page
+        if lease.publishes:
+            tokens = upto if upto < lease.known else lease.known
+            if tokens >= (run.keyed + 1) * rule.page:
+                rule.publish(lease, run, tokens, step)
+        return Grown(frontier, parts)
 
     def _late_hit(self, lease: Lease, frontier: int, step: int) -> int:
         """Siblings that prefill the same prompt leapfrog: each takes over what the other has published."""

@@ -92,7 +92,8 @@ class TokenNoise:
         """
         values = row.numpy()
         z = np.subtract(values, values[best_id], out=self._z)
-        np.divide(z, np.float32(max(temperature, LEAST_TEMPERATURE)), out=z)
+        with np.errstate(over="ignore"):  # to minus infinity, which is meant
+            np.divide(z, np.float32(max(temperature, LEAST_TEMPERATURE)), out=z)
         words = self._hash_all(k0, k1)
         own = float(_to_gumbel(_as_tensor(words[best_id : best_id + 1])))
         able = words < np.uint32(_RARE)
