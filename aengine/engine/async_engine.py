@@ -45,16 +45,22 @@ class AsyncEngine:
     ...     async for out in engine.generate("Hello", SamplingParams(max_tokens=8)):
     ...         print(out.outputs[0].text)
 
-    `on_phase(name, seconds)` is called (from a worker thread) when a start-up phase ends.
+    While it starts, and from a worker thread, `on_phase(name, seconds)` is called when a phase ends, and
+    `on_progress(what, done, total)` while something long goes on (a download in bytes, weights in layers).
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, on_phase: Callable[[str, float], None] | None = None
+        self,
+        config: EngineConfig | None = None,
+        *,
+        on_phase: Callable[[str, float], None] | None = None,
+        on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.phase = "created"
         self.report = StartupReport()
         self._on_phase = on_phase
+        self._on_progress = on_progress
         self._parts: Parts | None = None
         self._core: Core | None = None
         self._output: OutputTask | None = None
@@ -71,7 +77,7 @@ class AsyncEngine:
         if self.phase != "created":
             raise RuntimeError(f"an engine starts once; this one is {self.phase}")
         self.phase = "loading"
-        parts = await asyncio.to_thread(build, self.config, self._phase_ended)
+        parts = await asyncio.to_thread(build, self.config, self._phase_ended, self._on_progress)
         runner = parts.make_runner(asyncio.get_running_loop())
         core = Core(parts.scheduler, runner, self.config.scheduler.depth, parts.metrics)
         self._parts, self._core, self.report = parts, core, parts.report

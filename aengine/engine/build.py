@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from aengine.kernels.ops import AttentionSpec, Model, Ops
 
 PhaseHook = Callable[[str, float], None]
+ProgressHook = Callable[[str, int, int], None]
 RunnerFactory = Callable[[asyncio.AbstractEventLoop], Runner]
 
 
@@ -60,6 +61,7 @@ class Ledger:
     """What start-up tells: times, bytes, notes."""
 
     hook: PhaseHook
+    progress: ProgressHook | None
     phases: list[tuple[str, float]] = field(default_factory=list)
     sizes: list[tuple[str, int]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -76,11 +78,11 @@ class Ledger:
         return StartupReport(tuple(self.phases), tuple(self.sizes), tuple(self.lines))
 
 
-def build(config: EngineConfig, on_phase: PhaseHook) -> Parts:
+def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook | None = None) -> Parts:
     """Load everything `config` names. Raises ModelNotFound, ModelLoadError or ConfigError."""
-    ledger = Ledger(on_phase)
+    ledger = Ledger(on_phase, on_progress)
     with ledger.phase("find model"):
-        files = resolve(config.model.model, home=home(), progress=None)
+        files = resolve(config.model.model, home=home(), progress=on_progress)
     with ledger.phase("tokenizer"):
         tokenizer = load_tokenizer(files)
         template = _template(config.model.chat_template)
@@ -173,7 +175,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
     torch.set_num_threads(torch_threads)
     dtype = _dtype(config, torch)
     with ledger.phase("weights"):
-        model: Model = load_model(files, ops, dtype)
+        model: Model = load_model(files, ops, dtype, ledger.progress)
     ledger.sizes.append(("weights", model_bytes(model)))
     name = str(dtype).removeprefix("torch.")
     groups = kv_groups(model.attention, name, config.cache.page_tokens)

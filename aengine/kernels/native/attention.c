@@ -64,14 +64,14 @@ static void scores_of_block(const attn_scratch *w, const float *q, int64_t rows,
             float *s = w->scores + r * AE_BLOCK + c;
             switch (ae_min(AE_MR, rows - r)) {
 #define SCORE_CASE(MR) \
-    case MR: tile_c(MR, x, dim, w->keys + c, AE_BLOCK, head_dim, s, AE_BLOCK, 0); break;
+    case MR: tile_c(MR, AE_W_F32, x, dim, w->keys + c, AE_BLOCK, head_dim, s, AE_BLOCK, 0); break;
                 AE_EACH_MR(SCORE_CASE)
             }
         }
 }
 
-/* acc += P V over positions first .. last of the block. */
-static void values_of_block(const attn_scratch *w, float *acc, int64_t rows, int64_t dim, int64_t first, int64_t last)
+/* acc += P V over positions first .. last - 1 of the block, from staged values. */
+static void staged_values(const attn_scratch *w, float *acc, int64_t rows, int64_t dim, int64_t first, int64_t last)
 {
     for (int64_t c = 0; c < dim; c += AE_NR)
         for (int64_t r = 0; r < rows; r += AE_MR) {
@@ -79,10 +79,32 @@ static void values_of_block(const attn_scratch *w, float *acc, int64_t rows, int
             float *to = acc + r * dim + c;
             switch (ae_min(AE_MR, rows - r)) {
 #define VALUE_CASE(MR) \
-    case MR: tile_c(MR, p, AE_BLOCK, v, dim, last - first, to, dim, 1); break;
+    case MR: tile_c(MR, AE_W_F32, p, AE_BLOCK, v, dim, last - first, to, dim, 1); break;
                 AE_EACH_MR(VALUE_CASE)
             }
         }
+}
+
+/* The same for at most MR rows (decode), straight from the pages, cut where a page ends. */
+AE_INLINE void paged_values(const int kind, const attn_job *job, const attn_tile *t, const float *scores, int64_t head,
+                            int64_t block, int64_t first, int64_t last, float *acc, int64_t rows)
+{
+    const ae_attention_args *a = job->args;
+    for (int64_t p = first; p < last;) {
+        const int64_t n = ae_min(last, (p / a->page_tokens + 1) * a->page_tokens) - p;
+        const char *v = page_row(a, 1, t->row, head, p);
+        for (int64_t c = 0; c < job->dim; c += AE_NR) {
+            const void *from = v + c * (kind == AE_W_F32 ? 4 : 2);
+            switch (rows) {
+#define PAGED_CASE(MR)                                                                                                  \
+    case MR:                                                                                                            \
+        tile_c(MR, kind, scores + p - block, AE_BLOCK, from, a->v_token_stride, n, acc + c, job->dim, 1);               \
+        break;
+                AE_EACH_MR(PAGED_CASE)
+            }
+        }
+        p += n;
+    }
 }
 
 /* One block for all rows of one head of a tile. */
@@ -91,8 +113,8 @@ static void attend_block(const attn_job *job, const attn_tile *t, const attn_scr
 {
     const int64_t group = job->group, rows = t->tokens * group, dim = job->dim;
     const int64_t first = ae_max(block, t->begin), last = ae_min(block + AE_BLOCK, t->end);
-    stage_block(job, w, t->row, head, block, first, last);
-    prefetch_block(job, t->row, head, block + AE_BLOCK, ae_min(block + 2 * AE_BLOCK, t->end));
+    const int in_place = rows <= AE_MR && job->args->head_dim == dim;
+    stage_block(job, w, t, head, block, in_place);
     scores_of_block(w, q, rows, job->args->head_dim, dim);
     for (int64_t i = 0; i < rows; i++) {
         const int64_t position = t->position + i / group;
@@ -107,7 +129,12 @@ static void attend_block(const attn_job *job, const attn_tile *t, const attn_scr
         softmax_step(job, &st, s, begin, end);
         max[i] = st.max;
     }
-    values_of_block(w, acc, rows, dim, first - block, last - block);
+    if (!in_place)
+        staged_values(w, acc, rows, dim, first - block, last - block);
+    else if (job->args->kv_dtype == AE_BF16)
+        paged_values(AE_W_BF16, job, t, w->scores, head, block, first, last, acc, rows);
+    else
+        paged_values(AE_W_F32, job, t, w->scores, head, block, first, last, acc, rows);
 }
 
 /* One span of a tile from nothing into `part` (rows of all its heads). */

@@ -19,28 +19,33 @@
 #endif
 #define AE_NR (2 * AE_VL)
 
-/* Two vectors of a weight row. bf16 panels hold, in each 32-bit word, column i in the low half and column i + VL in the
- * high half, so that widening is a shift and a mask. */
-AE_INLINE void load_w(const void *w, int64_t offset, int bf16, vf *w0, vf *w1)
+/* How a row of w is stored. AE_W_PAIRS: a bf16 weight panel; each 32-bit word holds column i in its low half and column
+ * i + VL in its high half, so that widening is a shift and a mask. AE_W_BF16: bf16 in plain order. */
+enum { AE_W_F32, AE_W_PAIRS, AE_W_BF16 };
+
+AE_INLINE void load_w(const void *w, int64_t offset, const int kind, vf *w0, vf *w1)
 {
-    if (bf16) {
+    if (kind == AE_W_PAIRS) {
         vu v = *(const vu_mem *)((const uint16_t *)w + offset);
         *w0 = (vf)(v << 16);
         *w1 = (vf)(v & 0xffff0000u);
+    } else if (kind == AE_W_BF16) {
+        *w0 = vf_load_bf16((const uint16_t *)w + offset);
+        *w1 = vf_load_bf16((const uint16_t *)w + offset + AE_VL);
     } else {
         *w0 = vf_load((const float *)w + offset);
         *w1 = vf_load((const float *)w + offset + AE_VL);
     }
 }
 
-/* `mr`, `bf16` and `fetch` are constants at every call. With `fetch`, w is prefetched `ahead` elements early. */
-AE_INLINE void tile_chain(const int mr, const int bf16, const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t n,
+/* `mr`, `kind` and `fetch` are constants at every call. With `fetch`, w is prefetched `ahead` elements early. */
+AE_INLINE void tile_chain(const int mr, const int kind, const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t n,
                           const int fetch, int64_t ahead, vf acc[][2])
 {
     for (int64_t j = 0; j < n; j++) {
         vf w0, w1;
-        load_w(w, j * ldw, bf16, &w0, &w1);
-        if (fetch) __builtin_prefetch((const char *)w + (j * ldw + ahead) * (bf16 ? 2 : 4), 0, 2);
+        load_w(w, j * ldw, kind, &w0, &w1);
+        if (fetch) __builtin_prefetch((const char *)w + (j * ldw + ahead) * (kind == AE_W_F32 ? 4 : 2), 0, 2);
         AE_UNROLL
         for (int i = 0; i < mr; i++) {
             vf xi = vf_set1(x[i * ldx + j]);
@@ -50,9 +55,9 @@ AE_INLINE void tile_chain(const int mr, const int bf16, const float *x, int64_t 
     }
 }
 
-/* fp32 tile with c in memory: c = x w, or c += x w when `add`. */
-AE_INLINE void tile_c(const int mr, const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t n, float *c,
-                      int64_t ldc, const int add)
+/* Tile with fp32 c in memory: c = x w, or c += x w when `add`. */
+AE_INLINE void tile_c(const int mr, const int kind, const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t n,
+                      float *c, int64_t ldc, const int add)
 {
     vf acc[AE_MR][2];
     AE_UNROLL
@@ -60,7 +65,7 @@ AE_INLINE void tile_c(const int mr, const float *x, int64_t ldx, const float *w,
         acc[i][0] = add ? vf_load(c + i * ldc) : vf_set1(0.0f);
         acc[i][1] = add ? vf_load(c + i * ldc + AE_VL) : vf_set1(0.0f);
     }
-    tile_chain(mr, 0, x, ldx, w, ldw, n, 0, 0, acc);
+    tile_chain(mr, kind, x, ldx, w, ldw, n, 0, 0, acc);
     AE_UNROLL
     for (int i = 0; i < mr; i++) {
         vf_store(c + i * ldc, acc[i][0]);
