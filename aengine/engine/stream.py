@@ -29,11 +29,11 @@ class RequestStream:
         self._error: AengineError | None = None
         self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
-        self._on_finished: Callable[[], object] | None = None
+        self._on_finished: list[Callable[[], object]] = []
 
     def on_finished(self, call: Callable[[], object]) -> None:
         """Call once when the last choice ends or the stream fails."""
-        self._on_finished = call
+        self._on_finished.append(call)
 
     @property
     def finished(self) -> bool:
@@ -59,9 +59,10 @@ class RequestStream:
         self._end()
 
     def _end(self) -> None:
-        if self._unfinished == 0 and self._on_finished is not None:
-            call, self._on_finished = self._on_finished, None
-            call()
+        if self._unfinished == 0:
+            calls, self._on_finished = self._on_finished, []
+            for call in calls:
+                call()
 
     def _notify(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -30,6 +30,11 @@ class TextProcessor:
         self._chat_template = chat_template
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="aengine-text")
 
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template in use; None: the fallback for models without one."""
+        return self._chat_template or self.tokenizer.chat_template
+
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 

@@ -148,11 +148,9 @@ class GGUFCheckpoint:
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         info = self._info(name)
-        value = dequantise(torch.from_numpy(self._file.raw(info.name)), info.type, info.shape)
+        value = dequantise(torch.from_numpy(self._file.raw(info.name)), info.type, info.shape, dtype)
         heads = self._interleaved_heads(name)
-        if heads:
-            value = rows_to_halves(value, heads)
-        return value.to(dtype)
+        return rows_to_halves(value, heads) if heads else value
 
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(self._gguf_name(name))

@@ -3,7 +3,7 @@
 Owns: the block layouts (elements and bytes per block) and their arithmetic.
 Does not know: files, tensor names, models.
 Invariants: exact: each result is the fp32 value of the format's own formula, bit for bit as ggml's reference computes
-it. Vectorised in torch over [blocks, bytes]; temporary memory is at most about twice the fp32 result.
+it. Vectorised in torch over [blocks, bytes], a chunk at a time: temporary memory is a few MiB whatever the tensor.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 18  # decoded at a time: 1 MiB of fp32 stays in the second-level cache
 
 Dequantise = Callable[[Tensor], Tensor]
 
@@ -30,9 +32,14 @@ class GgmlType:
     decode: Dequantise
 
 
-def dequantise(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
-    """raw uint8 [bytes] of whole blocks -> a new fp32 tensor of `shape`."""
-    return kind.decode(raw.view(-1, kind.block_bytes)).reshape(shape)
+def dequantise(raw: Tensor, kind: GgmlType, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """raw uint8 [bytes] of whole blocks -> a new tensor of `shape`, rounded once to `dtype`."""
+    blocks = raw.view(-1, kind.block_bytes)
+    out = torch.empty((blocks.shape[0], kind.block_elements), dtype=dtype)
+    step = max(1, CHUNK_ELEMENTS // kind.block_elements)
+    for first in range(0, blocks.shape[0], step):
+        out[first : first + step] = kind.decode(blocks[first : first + step])
+    return out.view(shape)
 
 
 def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:

@@ -77,6 +77,8 @@ class TokenChain:
         media: Sequence[MediaItem] = (),
         key_bytes: int = 32,
     ) -> None:
+        if tokens.dtype != np.int32 or tokens.ndim != 1:
+            raise TypeError(f"token ids are {tokens.dtype} {tokens.shape}, not one-dimensional int32")
         self.root = root
         self.tokens = tokens
         self.page_tokens = page_tokens

@@ -256,8 +256,9 @@ async def test_close_without_drain_ends_open_streams(sim: Sim) -> None:
 async def test_a_slow_reader_gets_everything_in_fewer_deltas(sim: Sim) -> None:
     async with engine(sim) as made:
         stream = made.submit([1, 2], GREEDY, request_id="slow")
-        while not stream.finished:
-            await asyncio.sleep(0.01)
+        ended = asyncio.Event()
+        stream.on_finished(ended.set)
+        await ended.wait()
         deltas = [delta async for delta in stream]
         assert len(deltas) == 1
         assert list(deltas[0].token_ids) == oracle([1, 2], 20, ignore_eos=True)

@@ -64,7 +64,7 @@ static void scores_of_block(const attn_scratch *w, const float *q, int64_t rows,
             float *s = w->scores + r * AE_BLOCK + c;
             switch (ae_min(AE_MR, rows - r)) {
 #define SCORE_CASE(MR) \
-    case MR: tile_c(MR, AE_W_F32, x, dim, w->keys + c, AE_BLOCK, head_dim, s, AE_BLOCK, 0); break;
+    case MR: tile_c(MR, AE_W_F32, x, dim, w->keys + c, AE_BLOCK, head_dim, s, AE_BLOCK, 0, 0, 0); break;
                 AE_EACH_MR(SCORE_CASE)
             }
         }
@@ -79,7 +79,7 @@ static void staged_values(const attn_scratch *w, float *acc, int64_t rows, int64
             float *to = acc + r * dim + c;
             switch (ae_min(AE_MR, rows - r)) {
 #define VALUE_CASE(MR) \
-    case MR: tile_c(MR, AE_W_F32, p, AE_BLOCK, v, dim, last - first, to, dim, 1); break;
+    case MR: tile_c(MR, AE_W_F32, p, AE_BLOCK, v, dim, last - first, to, dim, 1, 0, 0); break;
                 AE_EACH_MR(VALUE_CASE)
             }
         }
@@ -93,12 +93,14 @@ AE_INLINE void paged_values(const int kind, const attn_job *job, const attn_tile
     for (int64_t p = first; p < last;) {
         const int64_t n = ae_min(last, (p / a->page_tokens + 1) * a->page_tokens) - p;
         const char *v = page_row(a, 1, t->row, head, p);
+        const char *next = p + AE_BLOCK < t->end ? page_row(a, 1, t->row, head, p + AE_BLOCK) : v;
+        const int64_t ahead = (next - v) / (kind == AE_W_F32 ? 4 : 2);
         for (int64_t c = 0; c < job->dim; c += AE_NR) {
             const void *from = v + c * (kind == AE_W_F32 ? 4 : 2);
             switch (rows) {
 #define PAGED_CASE(MR)                                                                                                  \
     case MR:                                                                                                            \
-        tile_c(MR, kind, scores + p - block, AE_BLOCK, from, a->v_token_stride, n, acc + c, job->dim, 1);               \
+        tile_c(MR, kind, scores + p - block, AE_BLOCK, from, a->v_token_stride, n, acc + c, job->dim, 1, 1, ahead);     \
         break;
                 AE_EACH_MR(PAGED_CASE)
             }

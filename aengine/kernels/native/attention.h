@@ -182,9 +182,11 @@ AE_INLINE void prefetch_row(const char *row, int64_t bytes)
 AE_INLINE void stage_keys(float *keys, const block_rows *rows, int64_t head_dim, const int bf16)
 {
     for (int64_t i = 0; i < AE_BLOCK; i += 8) {
-        for (int64_t j = i; j < i + 8; j++) prefetch_row(rows->next[j], head_dim * (bf16 ? 2 : 4));
-        int64_t d = 0;
-        for (; d + 8 <= head_dim; d += 8) transpose8(rows->now + i, d, bf16, keys + d * AE_BLOCK + i);
+        int64_t d = 0, row = i;
+        for (; d + 8 <= head_dim; d += 8) {
+            transpose8(rows->now + i, d, bf16, keys + d * AE_BLOCK + i);
+            if (row < i + 8) prefetch_row(rows->next[row++], head_dim * (bf16 ? 2 : 4));
+        }
         for (; d < head_dim; d++)
             for (int64_t j = i; j < i + 8; j++)
                 keys[d * AE_BLOCK + j] =
@@ -230,13 +232,11 @@ static void stage_block(const attn_job *job, const attn_scratch *w, const attn_t
     const int bf16 = a->kv_dtype == AE_BF16;
     const int64_t first = ae_max(block, t->begin), last = ae_min(block + AE_BLOCK, t->end), after = block + AE_BLOCK;
     block_rows rows;
-    for (int values = 0; values < 2; values++) {
+    for (int values = 0; values < (keys_only ? 1 : 2); values++) {
         const char *valid = page_row(a, values, t->row, head, first);
         find_rows(a, values, t->row, head, block, first, last, valid, rows.now);
         find_rows(a, values, t->row, head, after, after, ae_min(after + AE_BLOCK, t->end), valid, rows.next);
-        if (values && keys_only)
-            for (int i = 0; i < AE_BLOCK; i++) prefetch_row(rows.next[i], a->head_dim * (bf16 ? 2 : 4));
-        else if (!values)
+        if (!values)
             bf16 ? stage_keys(w->keys, &rows, a->head_dim, 1) : stage_keys(w->keys, &rows, a->head_dim, 0);
         else if (bf16)
             stage_values(w->values, &rows, first - block, last - block, a->head_dim, job->dim, 1);

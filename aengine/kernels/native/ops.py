@@ -156,7 +156,8 @@ class NativeOps:
         out = torch.empty(x.shape, dtype=x.dtype)
         rows = out.numel() // dim
         args = RMS_NORM_ARGS.pack(
-            x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, _code(x), _code(weight), rows, inner, stride0, stride1, dim, eps
+            x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
+            _code(x), _code(weight), rows, inner, stride0, stride1, dim, eps,
         )  # fmt: skip
         check(self._rms_norm(args), "rms_norm")
         return out
@@ -210,7 +211,7 @@ class NativeOps:
         return out
 
     def split(self, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-        return torch.split(x, sizes, dim=-1)
+        return tuple(torch.split(x, list(sizes), dim=-1))
 
     # ---- attention ----
 

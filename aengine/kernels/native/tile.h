@@ -38,7 +38,7 @@ AE_INLINE void load_w(const void *w, int64_t offset, const int kind, vf *w0, vf 
     }
 }
 
-/* `mr`, `kind` and `fetch` are constants at every call. With `fetch`, w is prefetched `ahead` elements early. */
+/* `mr`, `kind` and `fetch` are constants at every call. With `fetch`, w is also prefetched `ahead` elements further. */
 AE_INLINE void tile_chain(const int mr, const int kind, const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t n,
                           const int fetch, int64_t ahead, vf acc[][2])
 {
@@ -57,7 +57,7 @@ AE_INLINE void tile_chain(const int mr, const int kind, const float *x, int64_t 
 
 /* Tile with fp32 c in memory: c = x w, or c += x w when `add`. */
 AE_INLINE void tile_c(const int mr, const int kind, const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t n,
-                      float *c, int64_t ldc, const int add)
+                      float *c, int64_t ldc, const int add, const int fetch, int64_t ahead)
 {
     vf acc[AE_MR][2];
     AE_UNROLL
@@ -65,7 +65,7 @@ AE_INLINE void tile_c(const int mr, const int kind, const float *x, int64_t ldx,
         acc[i][0] = add ? vf_load(c + i * ldc) : vf_set1(0.0f);
         acc[i][1] = add ? vf_load(c + i * ldc + AE_VL) : vf_set1(0.0f);
     }
-    tile_chain(mr, kind, x, ldx, w, ldw, n, 0, 0, acc);
+    tile_chain(mr, kind, x, ldx, w, ldw, n, fetch, ahead, acc);
     AE_UNROLL
     for (int i = 0; i < mr; i++) {
         vf_store(c + i * ldc, acc[i][0]);
