@@ -106,9 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_history(self) -> bool:
         """Whether sampling depends on earlier tokens (penalties, bad words)."""
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.bad_words
-        )
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.bad_words)
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

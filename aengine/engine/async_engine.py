@@ -33,7 +33,7 @@ from aengine.types import RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
 
-LAG_EVERY_S = 0.25
+LAG_EVERY_S = 0.1
 STALL_S = 60.0  # no step has ended for so long while work waits: unhealthy
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 

@@ -12,12 +12,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from aengine.engine.stops import StopStrings
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead
 from aengine.metrics import Metrics
+from aengine.models.detokenize import TextStream
 from aengine.types import (
     Finish,
     FinishReason,
@@ -29,12 +29,6 @@ from aengine.types import (
 )
 
 log = logging.getLogger(__name__)
-
-
-class Detokenizer(Protocol):
-    def step(self, token_id: int) -> str | None: ...
-
-    def flush(self) -> str: ...
 
 
 class Choice:
@@ -55,7 +49,7 @@ class Choice:
     )
 
     def __init__(
-        self, handle: int, index: int, stream: RequestStream, sampling: SamplingParams, detokenizer: Detokenizer | None
+        self, handle: int, index: int, stream: RequestStream, sampling: SamplingParams, detokenizer: TextStream | None
     ) -> None:
         self.handle = handle
         self.index = index

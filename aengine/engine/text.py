@@ -1,6 +1,6 @@
 """Tokenising, detokenising and chat templates, off the event loop.
 
-Owns: `TextProcessor`, a small pool of worker threads around the tokenizer, and the detokeniser of one stream.
+Owns: `TextProcessor`, a small pool of worker threads around the tokenizer.
 Does not know: requests, HTTP.
 Invariants: the loop never runs a call whose cost grows with a text (the tokenizer's Rust part releases the GIL);
 detokenising one new token, a few microseconds, is the exception and runs in the output task.
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aengine.errors import AengineError, InvalidRequest
+from aengine.models.detokenize import TextStream
 from aengine.models.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -104,31 +105,6 @@ class TextProcessor:
     def token_bytes(self, id: int) -> bytes:
         return self.tokenizer.token_bytes(id)
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> StreamDetokenizer:
-        return StreamDetokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
-
-
-class StreamDetokenizer:
-    """Text of one growing token sequence; whole UTF-8 characters only, until `flush`."""
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._stream = tokenizer.stream(skip_special_tokens=skip_special_tokens)
-        self._open: list[int] = []  # tokens since the last text came out
-
-    def step(self, token_id: int) -> str | None:
-        text = self._stream.step(token_id)
-        if text:
-            self._open.clear()
-        else:
-            self._open.append(token_id)
-        return text
-
-    def flush(self) -> str:
-        """What is left of an unfinished character: one replacement character, or nothing."""
-        if not self._open:
-            return ""
-        tail = self._tokenizer.decode(self._open, skip_special_tokens=self._skip_special_tokens)
-        self._open.clear()
-        return tail if "\ufffd" in tail else ""
+    def detokenizer(self, *, skip_special_tokens: bool) -> TextStream:
+        """Incremental text of one output: whole characters only, the rest at `flush`."""
+        return self.tokenizer.stream(skip_special_tokens=skip_special_tokens)

@@ -45,6 +45,7 @@ class PoolStats:
     cached_bytes: int
     slab_free_bytes: int
     pitch_bytes: int
+    held_bytes: int  # live and fenced pages with their pitch padding
     groups: tuple[GroupStats, ...]
     unowned_slabs: int
     idle_slabs: int
@@ -53,7 +54,7 @@ class PoolStats:
     @property
     def usage(self) -> float:
         """Share of the usable arena held by sequences (live and fenced pages)."""
-        return (self.live_bytes + self.fenced_bytes) / (self.arena_bytes - self.null_bytes)
+        return self.held_bytes / (self.arena_bytes - self.null_bytes)
 
     def waste(self, tail_bytes: int = 0) -> float:
         """Share of the arena that holds nothing and cannot: free slots of slabs in use, pitch padding, and the unused
@@ -64,12 +65,13 @@ class PoolStats:
 def measure(pool: Pool) -> PoolStats:
     plan = pool.plan
     groups = []
-    live = fenced = cached = free = pitch = 0
+    live = fenced = cached = free = pitch = held = 0
     for group, planned in zip(pool.groups, plan.groups, strict=True):
         free_slots = group.owned * group.slots - group.live - group.cached - group.fenced
         live += group.live * planned.payload
         fenced += group.fenced * planned.payload
         cached += group.cached * planned.payload
+        held += (group.live + group.fenced) * planned.pitch
         free += free_slots * planned.payload
         pitch += group.owned * group.slots * (planned.pitch - planned.payload)
         groups.append(
@@ -94,6 +96,7 @@ def measure(pool: Pool) -> PoolStats:
         cached_bytes=cached,
         slab_free_bytes=free,
         pitch_bytes=pitch,
+        held_bytes=held,
         groups=tuple(groups),
         unowned_slabs=pool.unowned_slabs,
         idle_slabs=pool.idle_slabs,

@@ -31,10 +31,13 @@ class ByteStream:
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def step(self, token_id: int) -> str | None:
-        if token_id == self._tokenizer.poison:
+    def step(self, token: int) -> str | None:
+        if token == self._tokenizer.poison:
             raise ValueError("planted tokenizer fault")
-        return chr(0x100 + token_id)
+        return chr(0x100 + token)
+
+    def flush(self) -> str:
+        return ""
 
 
 class ByteTokenizer:

@@ -10,7 +10,7 @@ from tests.prefix_cache.layouts import LAYOUTS, random_media, small_plan
 from tests.prefix_cache.world import World
 
 EPISODES = 190  # per layout; 11 layouts
-TICKS = 45
+TICKS = 60
 
 
 def episode(seed: int, layout: str, *, check_every: int = 1) -> World:

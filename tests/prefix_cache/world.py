@@ -53,6 +53,7 @@ class Step:
     rows: list[tuple[Sequence, int, Row, bool]] = field(default_factory=list)  # sequence, lease serial, row, samples
     deltas: list[tuple[int, object]] = field(default_factory=list)
     fails: bool = False
+    named: set[tuple[int, int]] = field(default_factory=set)  # (group, page) that its rows read or write
 
 
 class World:
@@ -64,6 +65,8 @@ class World:
         options.setdefault("in_flight_tokens", (DEPTH + 1) * max(self.budget, 8))
         self.cache = PrefixCache(self.pool, **options)
         self.shadow = Shadow(plan)
+        self._lend = self.pool._lend
+        self.pool._lend = self._watched_lend  # type: ignore[method-assign]
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.in_flight: deque[Step] = deque()
@@ -73,6 +76,12 @@ class World:
         self.finished = 0
         self.collisions_allowed = False
         self.bad_rows = 0
+
+    def _watched_lend(self, group, page):
+        """No page may be handed out that a step in flight names: copies of other streams would see it change."""
+        for step in self.in_flight:
+            assert (group.index, page.id) not in step.named, f"{page} is named by step {step.number} in flight"
+        return self._lend(group, page)
 
     # -- requests
 
@@ -212,6 +221,10 @@ class World:
             for index, planned in enumerate(self.plan.groups)
             if planned.spec.lifetime.per_item
         }
+        for index, (planned, table) in enumerate(zip(self.plan.groups, lease.tables, strict=True)):
+            lifetime, page = planned.spec.lifetime, planned.spec.tokens_per_page
+            live = table[lifetime.first_live(grown.start) // page :] if lifetime.positional else table
+            step.named |= {(index, entry) for entry in live if entry}
         row = Row(lease.serial, sequence.text, grown.start, upto, drafts, columns, grown.media)
         step.rows.append((sequence, lease.serial, row, samples))
 

@@ -1,0 +1,240 @@
+"""The real model behind the real server: clients, streams, cancellations, errors, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.e2e.serving import Server, serve
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--max-num-seqs", "64", "--max-model-len", "4096") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0, timeout=120) as made:
+        yield made
+
+
+MESSAGES: Any = [{"role": "user", "content": "Name three fruits."}]
+
+
+def test_start_up_tells_phases_and_memory_in_few_lines(server: Server) -> None:
+    text = "".join(server.output)
+    assert "weights" in text
+    assert "KV pages" in text
+    assert "total" in text
+    logged = [line for line in server.output if " INFO " in line]
+    assert 1 <= len(logged) <= 15
+
+
+def test_openai_chat_streamed_equals_not_streamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="smollm2-135m", messages=MESSAGES, max_tokens=24, temperature=0)
+    chunks = list(
+        client.chat.completions.create(
+            model="smollm2-135m",
+            messages=MESSAGES,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert len(text) > 10
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+
+
+def test_openai_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smollm2-135m", messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    assert len(told.content) == 5
+    for token in told.content:
+        assert token.logprob <= 0
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == max(top.logprob for top in token.top_logprobs)
+
+
+def test_openai_errors_and_headers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="smollm2-135m"):
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="smollm2-135m", prompt=[5] * 4096)
+    assert long.value.code == "context_length_exceeded"
+    assert "4096" in str(long.value)
+    raw = client.chat.completions.with_raw_response.create(
+        model="smollm2-135m",
+        messages=MESSAGES,
+        max_tokens=1,
+        extra_headers={"x-request-id": "mine-1"},
+        extra_body={"some_router_field": 1},
+    )
+    assert raw.headers["x-request-id"] == "mine-1"
+    assert raw.headers["x-aengine-ignored"] == "some_router_field"
+
+
+def test_completions_with_choices_seed_and_echo(client: openai.OpenAI) -> None:
+    def once() -> list[str]:
+        out = client.completions.create(
+            model="smollm2-135m", prompt="The sea", n=3, seed=5, max_tokens=12, temperature=0.9, echo=True
+        )
+        return [choice.text for choice in out.choices]
+
+    first = once()
+    assert first == once()
+    assert len(set(first)) == 3
+    assert all(text.startswith("The sea") for text in first)
+
+
+def test_curl_streams_line_by_line(server: Server) -> None:
+    body = json.dumps({"model": "smollm2-135m", "messages": MESSAGES, "max_tokens": 6, "stream": True, **GREEDY})
+    command = ["curl", "-sN", "-i", server.url + "/v1/chat/completions", "-H", "Content-Type: application/json"]
+    out = subprocess.run([*command, "-d", body], capture_output=True, text=True, timeout=60, check=True).stdout
+    head, _, events = out.partition("\n\n") if "\r\n" not in out else out.partition("\r\n\r\n")
+    assert "200 OK" in head
+    assert "text/event-stream; charset=utf-8" in head
+    lines = [line for line in events.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    first = json.loads(lines[0].removeprefix("data: "))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+async def stream_ids(
+    session: aiohttp.ClientSession, url: str, prompt: Any, tokens: int, seen: list[tuple[float, int]] | None = None
+) -> list[int]:
+    """Token ids of a streamed greedy completion; `seen` gets (time, tokens in the chunk)."""
+    body = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": tokens, "stream": True, "return_token_ids": True}
+    ids: list[int] = []
+    async with session.post(url + "/v1/completions", json={**body, **GREEDY}) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                new = choice.get("token_ids") or []
+                if new and seen is not None:
+                    seen.append((time.perf_counter(), len(new)))
+                ids += new
+    return ids
+
+
+async def test_64_streams_are_even_and_complete(server: Server) -> None:
+    """One token a chunk: nothing is batched up on the way while the device steps back to back."""
+    seen: list[list[tuple[float, int]]] = [[] for _ in range(64)]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        tasks = [stream_ids(session, server.url, f"Story number {i}:", 32, seen[i]) for i in range(64)]
+        ids = await asyncio.gather(*tasks)
+    assert [len(each) for each in ids] == [32] * 64
+    sizes = collections.Counter(size for stream in seen for _, size in stream)
+    assert sizes[1] > 0.95 * sum(sizes.values()), sizes
+    assert max(sizes) <= 3, sizes
+
+
+async def test_200_cancelled_long_prompts_leave_an_empty_pool(server: Server) -> None:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(i: int) -> None:
+            prompt = [(i * 7919 + j * 31) % 40_000 + 100 for j in range(2000)]
+            try:
+                async with asyncio.timeout(0.5 + i * 1e-3):
+                    await stream_ids(session, server.url, prompt, 64)
+            except TimeoutError:
+                return
+
+        await asyncio.gather(*(one(i) for i in range(200)))
+        await asyncio.to_thread(server.wait_idle, 30)
+        began = time.perf_counter()
+        assert len(await stream_ids(session, server.url, "Still there?", 4)) == 4
+        print(f"the next request was answered in {time.perf_counter() - began:.2f} s")
+    assert server.metric("vllm:num_requests_running") == 0
+
+
+BAD: list[tuple[bytes, int]] = [
+    (b'{"model": "smollm2-135m", "messages": [', 400),
+    (b"[" * 5000 + b"]" * 5000, 400),
+    (b'{"model": "smollm2-135m", "messages": "hello"}', 400),
+    (b'{"model": "smollm2-135m", "messages": []}', 400),
+    (b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', 404),
+    (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400),
+    (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', 400),
+    (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', 400),
+    (b'{"messages": [{"role": "user", "content": "' + b"x" * (10 * 2**20) + b'"}]}', 413),
+    (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 5000}', 400),
+]
+
+
+async def test_errors_are_small_and_typed_while_a_stream_goes_on(server: Server) -> None:
+    async with aiohttp.ClientSession() as session:
+        alone = await stream_ids(session, server.url, "Errors do not disturb", 48)
+        beside = asyncio.create_task(stream_ids(session, server.url, "Errors do not disturb", 48))
+        await asyncio.sleep(0.05)
+        for body, status in BAD:
+            headers = {"Content-Type": "application/json"}
+            async with session.post(server.url + "/v1/chat/completions", data=body, headers=headers) as response:
+                text = await response.text()
+                assert response.status == status, (body[:60], text[:200])
+                assert len(text) < 2000
+                error = json.loads(text)["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+        assert await beside == alone
+
+
+async def test_a_prompt_one_token_too_long_is_refused_with_both_numbers(server: Server) -> None:
+    async with aiohttp.ClientSession() as session:
+        for tokens, status in ((4095, 200), (4096, 400)):
+            body = {"prompt": [9] * tokens, "max_tokens": 1}
+            async with session.post(server.url + "/v1/completions", json=body) as response:
+                answer = await response.json()
+                assert response.status == status, answer
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert "4096" in answer["error"]["message"]
+
+
+def test_the_second_turn_of_a_chat_hits_the_first(server: Server) -> None:
+    messages = [{"role": "user", "content": "Tell me about the moon. " * 8}]
+    first: Any = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 40, **GREEDY})
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "And the sun?"}]
+    second: Any = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, **GREEDY})
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first["usage"]["prompt_tokens"] // 16 * 16
+    assert cached > 0
+
+
+def test_sigterm_drains_running_streams_and_ends_with_0() -> None:
+    with serve("--max-model-len", "1024") as running:
+        body = json.dumps({"prompt": "Once", "max_tokens": 60, "stream": True, **GREEDY})
+        command = ["curl", "-sN", running.url + "/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+        client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert client.stdout is not None
+        client.stdout.readline()
+        running.process.send_signal(signal.SIGTERM)
+        rest = client.stdout.read()
+        assert client.wait(60) == 0
+        assert rest.rstrip().endswith("data: [DONE]")
+        assert running.process.wait(60) == 0
