@@ -28,6 +28,7 @@ from aengine.prefix_cache.positional import PositionalRules
 from aengine.prefix_cache.retention import GRID_TOKENS, UNBOUNDED, RetentionPoints
 from aengine.prefix_cache.state import StateRules
 from aengine.prefix_cache.stats import CacheStats, Counters
+from aengine.prefix_cache.tails import TailIndex
 
 LATE_TOKENS = 1024  # how far a late hit is looked for without a full group to tell where the run ends
 
@@ -77,6 +78,7 @@ class PrefixCache:
         self._leases: dict[int, Lease] = {}  # live ones by serial number, so by age
         self._serial = 0
         self._counters = Counters()
+        self._tails = TailIndex()
 
     # -- acquire ---------------------------------------------------------------------------------------------------
 
@@ -122,11 +124,13 @@ class PrefixCache:
         counters.query(cause, known)
         if self.enabled:
             hit, possible = self._match(lease, bound)
-            if hit:
+            tail = self._find_tail(lease, hit, min(possible, bound) if self._leading else bound) if self._tails else 0
+            if tail:
+                hit = tail
+            elif hit or lease.media:
                 self._adopt(lease, hit, 0)
+            if hit:
                 counters.hit(cause, hit)
-            elif lease.media:
-                self._adopt(lease, 0, 0)
             if possible > hit:
                 counters.lost_to_sparse_tokens += possible - hit
                 lease.points.junction = possible
@@ -175,6 +179,20 @@ class PrefixCache:
                 break
         return max(hit, 0), possible
 
+    def _find_tail(self, lease: Lease, hit: int, upto: int) -> int:
+        """Adopt the longest tail beyond `hit` whose full pages end within `upto` tokens; 0: none."""
+        chain = lease.chain
+        for pages in range(upto // self._unit, hit // self._unit - 1, -1):
+            for tokens, key in self._tails.of(chain.prefix(pages)):
+                if not hit < tokens <= lease.bound or chain.tail_key(tokens) != key:
+                    continue
+                if all(rule.has_tail(chain, tokens, key) for rule in self._rules):
+                    for rule, hold in lease.pairs:
+                        rule.adopt_tail(lease, hold, tokens, key)
+                    lease.tail = True
+                    return tokens
+        return 0
+
     def _adopt(self, lease: Lease, tokens: int, step: int) -> None:
         for rule, hold in lease.pairs:
             rule.adopt(lease, hold, tokens, step)
@@ -195,6 +213,10 @@ class PrefixCache:
         """
         if known > lease.known:
             lease.known = known
+        if lease.tail:
+            lease.tail = False
+            for rule, hold in lease.pairs:
+                rule.claim_tail(hold)
         frontier = lease.tokens_ready
         if start is None and upto > lease.known:
             start = upto - 1 - drafts  # beyond the known ids a step computes one position and its drafts
@@ -293,22 +315,31 @@ class PrefixCache:
     def release(self, lease: Lease, *, last_step: int, keep: bool = True, scheduled: int | None = None) -> None:
         """Give everything back, once; pages are fenced until `last_step` has retired.
 
-        Published pages stay cached. `keep` (with `scheduled`, the number of positions launched) also keeps the state at
-        the release point where it can be named; not for a lease whose own step has failed. Deepest positions go
-        first, so that they are evicted first.
+        Published pages stay cached. With `scheduled`, the number of positions launched, models with state groups also
+        keep the exact end of the sequence, so that it can be resumed there; not for a lease whose own step has failed
+        (`keep` False). Deepest positions go first, so that they are evicted first.
         """
         assert not lease.released, f"{lease} released twice"
         lease.released = True
         del self._leases[lease.serial]
-        keep = keep and lease.publishes
+        if keep and scheduled and scheduled <= lease.known and lease.publishes and self._state_pages and not lease.tail:
+            self._name_tail(lease, scheduled, last_step)
         held: list[tuple[int, Page]] = []
         for rule, hold in lease.pairs:
-            held += reversed(rule.close(lease, hold, scheduled, last_step, keep))
+            held += reversed(rule.close(lease, hold))
         if not self._single:
             held.sort(key=_deepest_first)  # stable: groups in order at equal depth
         drop = self.pool.drop
         for _, page in held:
             drop(page, last_step)
+
+    def _name_tail(self, lease: Lease, tokens: int, step: int) -> None:
+        """Name what the sequence leaves behind at its exact length, so that it can be resumed there."""
+        key = lease.chain.tail_key(tokens)
+        for rule, hold in lease.pairs:
+            rule.name_tail(lease, hold, tokens, key, step)
+        if any(tokens % rule.page for rule in self._rules if not isinstance(rule, ItemRules)):
+            self._tails.add(lease.chain.prefix(tokens // self._unit), tokens, key)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,18 @@ class ItemRules:
             if hold.columns[i] < 0 and item.position < upto and not (self._passing and _end(item) <= start)
         ]
 
+    def has_tail(self, chain: TokenChain, tokens: int, key: bytes) -> bool:
+        return True
+
+    def adopt_tail(self, lease: Lease, hold: ItemPages, tokens: int, key: bytes) -> None:
+        self.adopt(lease, hold, tokens, 0)
+
+    def claim_tail(self, hold: ItemPages) -> None:
+        """Item pages are complete or not there."""
+
+    def name_tail(self, lease: Lease, hold: ItemPages, tokens: int, key: bytes, step: int) -> None:
+        """Item pages have their names already."""
+
     def aligned(self, hold: ItemPages, tokens: int) -> bool:
         return True
 
@@ -152,9 +164,7 @@ class ItemRules:
     def cut(self, lease: Lease, hold: ItemPages, tokens: int, step: int) -> int:
         return tokens
 
-    def close(
-        self, lease: Lease, hold: ItemPages, scheduled: int | None, last_step: int, keep: bool
-    ) -> list[tuple[int, Page]]:
+    def close(self, lease: Lease, hold: ItemPages) -> list[tuple[int, Page]]:
         return [
             (item.position + 1, page) for item, pages in zip(lease.media, hold.pages, strict=True) for page in pages
         ]

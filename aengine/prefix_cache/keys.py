@@ -111,13 +111,16 @@ class TokenChain:
             self._last = sha256(self._last + ids + self._media.get(page, b"")).digest()
             self.digests.append(self._last[: self._key_bytes])
 
+    def prefix(self, pages: int) -> bytes:
+        """Digest of the first `pages` pages; the root when there are none."""
+        return self.extend(pages)[pages - 1] if pages else self.root
+
     def tail_key(self, tokens: int) -> bytes:
         """Key of the prefix of exactly `tokens` tokens, which need not end a page."""
         pages = tokens // self.page_tokens
-        self.extend(pages)
         if tokens == pages * self.page_tokens:
-            return self.digests[pages - 1]
-        head = self.digests[pages - 1] if pages else self.root
+            return self.prefix(pages)
+        head = self.prefix(pages)
         ids = self.tokens[pages * self.page_tokens : tokens].astype("<i4").tobytes()
         return sha256(_field(b"tail", head) + ids + self._media.get(pages, b"")).digest()[: self._key_bytes]
 

@@ -67,6 +67,7 @@ class Lease:
         "sharing",
         "state_pages",
         "tables",
+        "tail",
         "tokens",
         "tokens_ready",
     )
@@ -96,6 +97,7 @@ class Lease:
         self.cached_tokens = 0
         self.tokens_ready = 0
         self.capacity_tokens = 0
+        self.tail = False  # the hit ends inside a page that has not been claimed yet
         self.sharing = True  # False: the cache is off
         self.publishes = True  # False also when it holds pages of a failed step
         self.released = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 from aengine.memory.groups import GroupSpec
 from aengine.memory.lifetimes import Full
 from aengine.memory.pool import Pool
-from aengine.memory.slabs import Page
+from aengine.memory.slabs import Page, Where
 from aengine.prefix_cache.journal import Journal
 from aengine.prefix_cache.keys import HASH_AHEAD_PAGES, TokenChain
 from aengine.prefix_cache.lease import Lease, TablePart
@@ -110,6 +110,42 @@ class PositionalRules:
             run.append(page)
         run.keyed = max(run.keyed, count)
 
+    def has_tail(self, chain: TokenChain, tokens: int, key: bytes) -> bool:
+        """Whether all pages of a tail are there, and the last, unfinished one can be taken over: nobody holds it and no
+        step in flight may still fail it."""
+        count, stride = tokens // self.page, self._stride
+        digests = chain.extend(count * stride)
+        first = self.lifetime.first_live(tokens) // self.page
+        if tokens % self.page:
+            page = self._names.get(key)
+            if page is None or page.where != Where.CACHED:
+                return False
+        return all(digests[(index + 1) * stride - 1] in self._names for index in range(first, count))
+
+    def adopt_tail(self, lease: Lease, run: PageRun, tokens: int, key: bytes) -> None:
+        """Hold a tail's pages; the unfinished one keeps its name until it is claimed, so that releasing the lease
+        unused loses nothing."""
+        self.adopt(lease, run, tokens, 0)
+        if tokens % self.page:
+            page = self._names[key]
+            self.pool.pin(page)
+            run.append(page)
+
+    def claim_tail(self, run: PageRun) -> None:
+        """From now on the last page is the lease's own, to be written."""
+        page = run.pages[-1] if run.pages else None
+        if page is not None and len(run.pages) > run.keyed:
+            assert page.ref == 1, page
+            self.pool.unpublish(page)
+
+    def name_tail(self, lease: Lease, run: PageRun, tokens: int, key: bytes, step: int) -> None:
+        """At release: name the pages that hold the first `tokens` positions, the unfinished last one by `key`."""
+        self.publish(lease, run, tokens, step)
+        index = tokens // self.page
+        page = run.pages[index] if index < len(run.pages) else None
+        if tokens % self.page and page is not None and page.key is None and self.pool.publish(page, key):
+            self.journal.record(page, lease.serial, step)
+
     def aligned(self, run: PageRun, tokens: int) -> bool:
         """Whether the lease's pages end exactly at `tokens`: only then can it go on with somebody else's."""
         return len(run.pages) * self.page == tokens
@@ -190,9 +226,7 @@ class PositionalRules:
         run.base = min(run.base, len(run.table))
         return tokens
 
-    def close(
-        self, lease: Lease, run: PageRun, scheduled: int | None, last_step: int, keep: bool
-    ) -> list[tuple[int, Page]]:
+    def close(self, lease: Lease, run: PageRun) -> list[tuple[int, Page]]:
         """All pages held, each with the position after its end."""
         return [((i + 1) * self.page, page) for i, page in enumerate(run.pages) if page is not None]
 

@@ -85,6 +85,22 @@ class StateRules:
             hold.write = None
         hold.read, hold.read_at, hold.edge = page, tokens, tokens
 
+    def has_tail(self, chain: TokenChain, tokens: int, key: bytes) -> bool:
+        return key in self._names
+
+    def adopt_tail(self, lease: Lease, hold: StateHold, tokens: int, key: bytes) -> None:
+        hold.read, hold.read_at, hold.edge = self._names[key], tokens, tokens
+        self.pool.pin(hold.read)
+
+    def claim_tail(self, hold: StateHold) -> None:
+        """The state read stays as it is: the next step writes another page."""
+
+    def name_tail(self, lease: Lease, hold: StateHold, tokens: int, key: bytes, step: int) -> None:
+        """At release: name the state after the last launched position."""
+        page = hold.write
+        if page is not None and page.key is None and self.pool.publish(page, key):
+            self.journal.record(page, lease.serial, step)
+
     def aligned(self, hold: StateHold, tokens: int) -> bool:
         return True
 
@@ -145,15 +161,11 @@ class StateRules:
         hold.edge = hold.read_at if hold.read is not None else 0
         return hold.edge
 
-    def close(
-        self, lease: Lease, hold: StateHold, scheduled: int | None, last_step: int, keep: bool
-    ) -> list[tuple[int, Page]]:
-        """Pages held; the state at the release point is published when it ends a page of known tokens."""
+    def close(self, lease: Lease, hold: StateHold) -> list[tuple[int, Page]]:
+        """Pages held, each with the position after its end."""
         out = []
         if hold.write is not None:
-            if keep and scheduled and scheduled <= lease.known and scheduled % self.page == 0:
-                self._name(lease, hold.write, scheduled, last_step)
-            out.append((scheduled or lease.tokens_ready, hold.write))
+            out.append((lease.tokens_ready, hold.write))
         if hold.read is not None:
             out.append((hold.read_at, hold.read))
         return out

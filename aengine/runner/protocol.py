@@ -2,7 +2,8 @@
 
 Owns: the Runner and DeviceStream protocols.
 Does not know: scheduling, requests, text.
-Invariants: `launch` never blocks on the device; work of one stream runs in launch order; a step's handle is awaited once.
+Invariants: `launch` never blocks on the device; work of one stream runs in launch order; a step's handle is awaited
+once.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Owns: simulated KV pages holding token ids, block tables and relay by slot, and the hash that plays the model.
 Does not know: scheduling, text, torch.
-Invariants: a sampled token is a function of all token ids found through the block table, and the request's seed; so a
-wrong, stale, early-reused or unwritten page changes the output. Pages of a window group hold ids too, and only positions
-inside the window are read. Nothing is read when a step is staged: all of it happens when it runs.
+Invariants: a sampled token is a function of all token ids found through the block table, and of the request's seed; so
+a wrong, stale, early-reused or unwritten page changes the output. Pages of a window group hold ids too, and only
+positions inside the window are read. Nothing is read when a step is staged: all of it happens when it runs.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def test_openai_chat_streamed_equals_not_streamed(client: openai.OpenAI) -> None
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage is not None
     assert whole.usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
-    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 3
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
 def test_openai_logprobs(client: openai.OpenAI) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from aengine.memory import Chunk, Cross, Full, Media, Pool, Window
 from aengine.prefix_cache import Lease, MediaItem, PrefixCache
+from aengine.prefix_cache.tails import TailIndex
 from tests.prefix_cache.layouts import attention, items, small_plan, state
 
 PAGE = 4
@@ -252,6 +253,79 @@ def test_the_release_point_is_kept_where_it_ends_a_page() -> None:
     cache.release(lease, last_step=11, scheduled=8)
     cache.retire(11)
     assert hit(cache, TOKENS, 20) == 8
+
+
+def ended(cache: PrefixCache, length: int, step: int = 11, *, keep: bool = True) -> None:
+    """A sequence that decoded from 6 to `length` tokens and was released there."""
+    lease = prefill(cache, TOKENS, 6, 1)
+    cache.grow(lease, length, step, length)
+    cache.commit(lease, length, length, step)
+    cache.release(lease, last_step=step, scheduled=length, keep=keep)
+    cache.retire(step)
+
+
+@pytest.mark.parametrize("length", [7, 9, 10, 11])
+def test_a_sequence_resumes_exactly_where_it_was_released(length: int) -> None:
+    cache = make(attention("full", Full()), state(), attention("window", Window(6)))
+    ended(cache, length)
+    lease = cache.acquire(2, TOKENS, 20, cause="resume")
+    assert lease.cached_tokens == length
+    cache.check()
+    grown = cache.grow(lease, length + 1, 12, 20)
+    assert grown.start == length
+    assert lease.tables[1][0] != lease.tables[1][1]  # the state it read stays
+    assert hit(cache, TOKENS, 20) == 4  # the unfinished page has an owner now
+    cache.grow(lease, 20, 13, 20)
+    cache.commit(lease, 20, 20, 13)
+    cache.check()
+    assert len(lease.chain.digests) == 5
+    assert lease.holds[0].pages[length // PAGE].key == lease.chain.digests[length // PAGE]
+
+
+def test_an_unused_tail_is_not_lost() -> None:
+    cache = make(attention("full", Full()), state())
+    ended(cache, 9)
+    for _ in range(3):
+        assert hit(cache, TOKENS, 20) == 9
+    assert hit(cache, TOKENS, 9) == 4
+    other = TOKENS.copy()
+    other[8] = 0
+    assert hit(cache, other, 20) == 4
+
+
+def test_a_tail_has_one_owner() -> None:
+    cache = make(attention("full", Full()), state())
+    ended(cache, 9)
+    first, second = (cache.acquire(handle, TOKENS, 20) for handle in (1, 2))
+    assert (first.cached_tokens, second.cached_tokens) == (9, 4)
+    cache.check()
+
+
+def test_no_tail_while_a_step_may_still_fail_it() -> None:
+    cache = make(attention("full", Full()), state())
+    lease = prefill(cache, TOKENS, 6, 1)
+    cache.grow(lease, 9, 11, 9)
+    cache.release(lease, last_step=11, scheduled=9)
+    assert hit(cache, TOKENS, 20) == 4
+    assert cache.retract(11) == ()
+    cache.retire(11)
+    assert hit(cache, TOKENS, 20) == 4
+
+
+def test_an_aborted_sequence_leaves_no_tail() -> None:
+    cache = make(attention("full", Full()), state())
+    ended(cache, 9, keep=False)
+    assert hit(cache, TOKENS, 20) == 4
+
+
+def test_the_tail_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.prefix_cache.tails.PREFIXES", 3)
+    index = TailIndex()
+    for prefix in range(5):
+        for tokens in range(6):
+            index.add(bytes([prefix]), tokens, bytes([tokens]))
+    assert index.of(bytes([1])) == []
+    assert [tokens for tokens, _ in index.of(bytes([4]))] == [5, 4, 3, 2]
 
 
 def test_a_lone_sequence_never_starves_for_state_pages() -> None:
