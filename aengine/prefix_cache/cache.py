@@ -16,23 +16,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aengine.memory.lifetimes import State
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.audit import audit
 from aengine.prefix_cache.items import ItemRules
 from aengine.prefix_cache.journal import Journal
-from aengine.prefix_cache.keys import MediaItem, TokenChain, root_key
+from aengine.prefix_cache.keys import MediaItem, TokenChain
 from aengine.prefix_cache.lease import Grown, Lease, TablePart
+from aengine.prefix_cache.matching import Matcher, Roots, make_rules
 from aengine.prefix_cache.positional import PositionalRules
 from aengine.prefix_cache.retention import GRID_TOKENS, UNBOUNDED, RetentionPoints
 from aengine.prefix_cache.state import StateRules
 from aengine.prefix_cache.stats import CacheStats, Counters
 from aengine.prefix_cache.tails import TailIndex
-
-LATE_TOKENS = 1024  # how far a late hit is looked for without a full group to tell where the run ends
-
-Rules = PositionalRules | StateRules | ItemRules
 
 
 class PrefixCache:
@@ -63,22 +59,18 @@ class PrefixCache:
         self._unit = math.gcd(*sized) if sized else 16
         self._grid_tokens = grid_tokens
         self._journal = Journal()
-        self._rules = tuple(_rules(pool, i, self._unit, self._journal) for i in range(len(specs)))
-        self._leading = tuple(rule for rule in self._rules if rule.full)
-        self._others = tuple(rule for rule in self._rules if not rule.full and not isinstance(rule, ItemRules))
+        self._rules = tuple(make_rules(pool, i, self._unit, self._journal) for i in range(len(specs)))
+        self._tails = TailIndex()
+        self._matcher = Matcher(self._rules, self._tails, self._unit)
         self._state_pages = tuple(rule.page for rule in self._rules if isinstance(rule, StateRules))
         self._items = tuple(rule for rule in self._rules if isinstance(rule, ItemRules))
         self._single = len(self._rules) == 1
         self._solo = self._single and isinstance(self._rules[0], PositionalRules)
-        self._weights_digest = weights_digest
-        self._overrides = dict(overrides or {})
         self._key_bytes = key_bytes
-        self._roots: dict[tuple[str, bytes], bytes] = {}
-        self._adapters: dict[str, bytes] = {}
+        self._roots = Roots(weights_digest, self._unit, overrides or {})
         self._leases: dict[int, Lease] = {}  # live ones by serial number, so by age
         self._serial = 0
         self._counters = Counters()
-        self._tails = TailIndex()
 
     # -- acquire ---------------------------------------------------------------------------------------------------
 
@@ -101,8 +93,7 @@ class PrefixCache:
         sequence's items, by rising position.
         """
         bound = known - 1 if max_hit is None else min(known - 1, max_hit)
-        root = self._root(salt, adapter)
-        chain = TokenChain(root, tokens, self._unit, media=media, key_bytes=self._key_bytes)
+        chain = TokenChain(self._roots.of(salt, adapter), tokens, self._unit, media=media, key_bytes=self._key_bytes)
         lease = Lease(
             handle,
             chain,
@@ -123,10 +114,10 @@ class PrefixCache:
         counters = self._counters
         counters.query(cause, known)
         if self.enabled:
-            hit, possible = self._match(lease, bound)
-            tail = self._find_tail(lease, hit, min(possible, bound) if self._leading else bound) if self._tails else 0
-            if tail:
-                hit = tail
+            hit, possible = self._matcher.match(lease, bound)
+            tail = self._matcher.tail(lease, hit, possible)
+            if tail is not None:
+                hit = self._adopt_tail(lease, *tail)
             elif hit or lease.media:
                 self._adopt(lease, hit, 0)
             if hit:
@@ -139,63 +130,17 @@ class PrefixCache:
 
     def register_adapter(self, name: str, digest: bytes) -> None:
         """The digest of the weights that `name` stands for from now on; leases opened later are named by it."""
-        self._adapters[name] = digest
-
-    def _root(self, salt: str, adapter: str) -> bytes:
-        digest = self._adapters.get(adapter, adapter.encode())
-        root = self._roots.get((salt, digest))
-        if root is None:
-            if len(self._roots) >= 4096:  # salts come from users; the roots are cheap to make again
-                self._roots.clear()
-            root = self._roots[salt, digest] = root_key(
-                weights_digest=self._weights_digest,
-                adapter=digest,
-                salt=salt,
-                page_tokens=self._unit,
-                overrides=self._overrides,
-            )
-        return root
-
-    def _match(self, lease: Lease, bound: int, *, beyond: int = 0) -> tuple[int, int]:
-        """(reconciled hit, longest hit of the groups that keep everything). `beyond`: the lease's own pages count, and
-        a hit that does not exceed this many tokens is of no interest.
-
-        The fixed point: each group cuts the bound to a length it can serve, until none cuts any more.
-        """
-        hit = bound if self._leading or self._others else 0
-        chain, holds = lease.chain, lease.holds
-        for rule in self._leading:
-            hit = rule.longest(chain, hit, holds[rule.index] if beyond else None)
-        possible = hit if self._leading else 0
-        while self._others and hit > beyond:
-            before = hit
-            for other in self._others:
-                hit = other.longest(chain, hit, holds[other.index] if beyond else None, beyond)
-                if not self._leading:
-                    possible = max(possible, hit)
-            for rule in self._leading:
-                hit -= hit % rule.page
-            if hit == before:
-                break
-        return max(hit, 0), possible
-
-    def _find_tail(self, lease: Lease, hit: int, upto: int) -> int:
-        """Adopt the longest tail beyond `hit` whose full pages end within `upto` tokens; 0: none."""
-        chain = lease.chain
-        for pages in range(upto // self._unit, hit // self._unit - 1, -1):
-            for tokens, key in self._tails.of(chain.prefix(pages)):
-                if not hit < tokens <= lease.bound or chain.tail_key(tokens) != key:
-                    continue
-                if all(rule.has_tail(chain, tokens, key) for rule in self._rules):
-                    for rule, hold in lease.pairs:
-                        rule.adopt_tail(lease, hold, tokens, key)
-                    lease.tail = True
-                    return tokens
-        return 0
+        self._roots.adapters[name] = digest
 
     def _adopt(self, lease: Lease, tokens: int, step: int) -> None:
         for rule, hold in lease.pairs:
             rule.adopt(lease, hold, tokens, step)
+
+    def _adopt_tail(self, lease: Lease, tokens: int, key: bytes) -> int:
+        for rule, hold in lease.pairs:
+            rule.adopt_tail(lease, hold, tokens, key)
+        lease.tail = True
+        return tokens
 
     # -- grow ------------------------------------------------------------------------------------------------------
 
@@ -271,8 +216,7 @@ class PrefixCache:
         for rule, hold in lease.pairs:
             if not rule.aligned(hold, frontier):
                 return frontier
-        bound = lease.bound if self._leading else min(lease.bound, frontier + LATE_TOKENS)
-        hit, _ = self._match(lease, bound, beyond=frontier)
+        hit = self._matcher.match_beyond(lease, frontier)
         if hit <= frontier:
             return frontier
         self._adopt(lease, hit, step)
@@ -425,14 +369,6 @@ class PrefixCache:
     def check(self) -> None:
         """Assert every invariant of the pool and of all leases; O(pages), for tests and debugging."""
         audit(self.pool, [self._held(lease) for lease in self._leases.values()])
-
-
-def _rules(pool: Pool, index: int, unit: int, journal: Journal) -> Rules:
-    spec = pool.plan.groups[index].spec
-    if spec.lifetime.per_item:
-        return ItemRules(pool, index, spec, unit, journal)
-    kind = StateRules if isinstance(spec.lifetime, State) else PositionalRules
-    return kind(pool, index, spec, unit, journal)
 
 
 def _deepest_first(entry: tuple[int, Any]) -> int:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aengine.types import Int32s, Int64s, Logprobs, SlotSetup, StepPlan, StepResult
 
@@ -43,13 +45,26 @@ class SimProfile:
         return self.base_s + self.per_row_s * rows + self.per_token_s * tokens + self.per_context_s * context
 
 
+@cache
+def _weights(count: int) -> NDArray[np.uint64]:
+    """An odd 64-bit weight for each position, fixed for ever."""
+    odd: NDArray[np.uint64] = np.random.Generator(np.random.PCG64(1)).integers(0, 2**63, count, np.uint64) * np.uint64(
+        2
+    )
+    return odd + np.uint64(1)
+
+
 def sim_token(ids: Sequence[int] | Int32s, vocab: int, seed: int = 0) -> int:
-    """The token that follows exactly `ids`, of a vocabulary of `vocab` ids; seed 0 stands for greedy."""
-    state = 0x9E3779B97F4A7C15 ^ (seed & _MASK)
-    for token in ids:
-        state = ((state ^ (int(token) + 11)) * 0xD6E8FEB86659FD93) & _MASK
-        state ^= state >> 32
-    return (state >> 17) % vocab
+    """The token that follows exactly `ids`, of a vocabulary of `vocab` ids; seed 0 stands for greedy.
+
+    A weighted sum modulo 2^64, mixed: changing any id, or moving it, changes the token (but for one chance in `vocab`).
+    """
+    size = 1 << max(12, len(ids).bit_length())  # few distinct tables, whatever the lengths
+    values = np.asarray(ids, np.int64).astype(np.uint64) + np.uint64(11)
+    state = (int((values * _weights(size)[: len(values)]).sum()) ^ seed ^ (len(values) << 40)) & _MASK
+    for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):  # the finaliser of splitmix64
+        state = ((state ^ (state >> 29)) * multiplier) & _MASK
+    return (state ^ (state >> 32)) % vocab
 
 
 class SimExecutor:

@@ -8,8 +8,8 @@ import pytest
 
 from aengine.memory import Fence, Pool
 from aengine.memory.lifetimes import Window
-from aengine.prefix_cache import PrefixCache
 from aengine.prefix_cache.journal import Journal
+from aengine.prefix_cache.matching import Roots
 from aengine.prefix_cache.positional import PositionalRules
 from aengine.prefix_cache.state import StateRules
 from tests.prefix_cache.test_episodes import episode
@@ -23,8 +23,8 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def salt_ignored(patch: pytest.MonkeyPatch) -> None:
-    root = PrefixCache._root
-    patch.setattr(PrefixCache, "_root", lambda cache, salt, adapter: root(cache, "", adapter))
+    root = Roots.of
+    patch.setattr(Roots, "of", lambda roots, salt, adapter: root(roots, "", adapter))
 
 
 def prune_by_scheduled(patch: pytest.MonkeyPatch) -> None:

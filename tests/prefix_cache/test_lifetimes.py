@@ -166,11 +166,11 @@ def test_pages_of_different_token_counts() -> None:
 def test_state_hits_at_checkpoints_only() -> None:
     cache = make(attention("full", Full()), state(), grid=32)
     run(cache, TOKENS, 75, 1)
-    for cut, want in ((75, 72), (73, 72), (72, 72), (71, 64), (64, 64), (63, 32), (31, 0)):
+    for cut, want in ((75, 75), (74, 72), (73, 72), (72, 72), (71, 64), (64, 64), (63, 32), (31, 0)):
         other = TOKENS.copy()
         other[cut:] = 0
         assert hit(cache, other, 100) == want, cut
-    assert cache.pool.groups[1].cached == 3  # 32, 64 and the prompt end
+    assert cache.pool.groups[1].cached == 4  # 32, 64, the prompt end and the release point
 
 
 def test_boundaries_are_where_chunks_should_end() -> None:

@@ -118,6 +118,17 @@ typedef struct {
     float *log_sum_exp;
 } ae_row_stats_args;
 
+/* Per row of fp32 logits: a token by Gumbel noise with keys k0, k1; `best` is the row's argmax. */
+typedef struct {
+    const float *logits;
+    int64_t rows, vocab, stride;
+    const int32_t *best;
+    const float *temperatures;
+    const uint32_t *k0;
+    const uint32_t *k1;
+    int32_t *tokens;
+} ae_gumbel_args;
+
 /* One operation of a recorded program; `args` points to the struct the operation takes. */
 typedef struct {
     int64_t op;
@@ -133,6 +144,7 @@ enum {
     AE_OP_ROPE,
     AE_OP_ATTENTION,
     AE_OP_ROW_STATS,
+    AE_OP_GUMBEL,
     AE_OP_COUNT
 };
 
@@ -159,6 +171,7 @@ AE_EXPORT int ae_glu(ae_context *, const ae_glu_args *);
 AE_EXPORT int ae_rope(ae_context *, const ae_rope_args *);
 AE_EXPORT int ae_attention(ae_context *, const ae_attention_args *);
 AE_EXPORT int ae_row_stats(ae_context *, const ae_row_stats_args *);
+AE_EXPORT int ae_gumbel(ae_context *, const ae_gumbel_args *);
 AE_EXPORT int ae_program_run(ae_context *, const ae_call *, int64_t count);
 
 #endif

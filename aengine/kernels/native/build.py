@@ -25,7 +25,7 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 
 _COMMON_UNITS = ("pool.c", "context.c")
-_KERNEL_UNITS = ("gemm.c", "attention.c", "elementwise.c", "rowstats.c", "table.c")
+_KERNEL_UNITS = ("gemm.c", "attention.c", "elementwise.c", "rowstats.c", "gumbel.c", "table.c")
 # Contraction off: sums and products are fused only where the source says so (see simd.h).
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 _SETS: dict[str, tuple[str, ...]] = {

@@ -141,6 +141,7 @@ AE_OPERATION(glu, ctx->kernels->glu)
 AE_OPERATION(rope, ctx->kernels->rope)
 AE_OPERATION(attention, ctx->kernels->attention)
 AE_OPERATION(row_stats, ctx->kernels->row_stats)
+AE_OPERATION(gumbel, ctx->kernels->gumbel)
 
 static int run_one(ae_context *ctx, const ae_call *call)
 {
@@ -154,6 +155,7 @@ static int run_one(ae_context *ctx, const ae_call *call)
     case AE_OP_ROPE: return k->rope(ctx, call->args);
     case AE_OP_ATTENTION: return k->attention(ctx, call->args);
     case AE_OP_ROW_STATS: return k->row_stats(ctx, call->args);
+    case AE_OP_GUMBEL: return k->gumbel(ctx, call->args);
     default: return AE_BAD_CALL;
     }
 }

@@ -38,6 +38,7 @@ typedef struct {
     int (*rope)(ae_context *, const ae_rope_args *);
     int (*attention)(ae_context *, const ae_attention_args *);
     int (*row_stats)(ae_context *, const ae_row_stats_args *);
+    int (*gumbel)(ae_context *, const ae_gumbel_args *);
 } ae_kernels;
 
 struct ae_context {

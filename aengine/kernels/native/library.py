@@ -28,12 +28,13 @@ GLU_ARGS = Struct("PPqqqqq")
 ROPE_ARGS = Struct("PPPPPqqqqqqq")
 ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqdd")
 ROW_STATS_ARGS = Struct("PqqqPP")
+GUMBEL_ARGS = Struct("PqqqPPPPP")
 CALL = Struct("qP")
 
 Operation = Callable[[bytes], int]
 """Takes a packed args struct, returns a status (0: done)."""
 
-_OPERATIONS = ("pack", "linear", "embed", "rms_norm", "add", "glu", "rope", "attention", "row_stats")
+_OPERATIONS = ("pack", "linear", "embed", "rms_norm", "add", "glu", "rope", "attention", "row_stats", "gumbel")
 _ALIGNMENT = 64
 _CHUNK_BYTES = 32 * 2**20
 _MESSAGES = {1: "out of memory for scratch buffers", 2: "unknown operation in a program"}

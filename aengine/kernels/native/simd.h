@@ -76,6 +76,18 @@ AE_INLINE vf vf_fma(vf a, vf b, vf c)
 
 AE_INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
+AE_INLINE int any_lane(vi mask)
+{
+#if AE_VL == 8 && defined(__AVX2__)
+    return _mm256_movemask_epi8((__m256i)mask);
+#else
+    int32_t t[AE_VL], any = 0;
+    memcpy(t, &mask, sizeof t);
+    for (int i = 0; i < AE_VL; i++) any |= t[i];
+    return any;
+#endif
+}
+
 /* The second operand where either is NaN. */
 AE_INLINE vf vf_max(vf a, vf b)
 {

@@ -10,6 +10,7 @@ int AE_FN(glu)(ae_context *, const ae_glu_args *);
 int AE_FN(rope)(ae_context *, const ae_rope_args *);
 int AE_FN(attention)(ae_context *, const ae_attention_args *);
 int AE_FN(row_stats)(ae_context *, const ae_row_stats_args *);
+int AE_FN(gumbel)(ae_context *, const ae_gumbel_args *);
 
 #define AE_STRING2(x) #x
 #define AE_STRING(x) AE_STRING2(x)
@@ -25,4 +26,5 @@ const ae_kernels AE_FN(ae_kernels) = {
     .rope = AE_FN(rope),
     .attention = AE_FN(attention),
     .row_stats = AE_FN(row_stats),
+    .gumbel = AE_FN(gumbel),
 };
