@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,12 +27,12 @@ def test_linear_rows_alone_and_together(
     torch.manual_seed(1)
     weight = Linear(torch.randn(out_in).to(dtype), torch.randn(out_in[0]))
     x = torch.randn(400, out_in[1]).to(dtype)
-    whole = ops_by_threads[1].linear(x, ops_by_threads[1].prepare(weight))
+    whole = ops_by_threads[1].logits(x, ops_by_threads[1].prepare(weight))
     for ops in ops_by_threads.values():
         packed = ops.prepare(weight)
         for rows in (1, 2, 3, 5, 6, 7, 13, 33, 64, 200, 400):
             first = 400 - rows
-            assert torch.equal(ops.linear(x[first:], packed), whole[first:]), (
+            assert torch.equal(ops.logits(x[first:], packed), whole[first:]), (
                 f"{rows} rows, {ops.context.threads} threads"
             )
 
@@ -187,3 +188,16 @@ def test_threads_can_change_between_operations(ops: NativeOps) -> None:
             assert torch.equal(ops.linear(x, linear), expected)
     finally:
         ops.set_threads(2)
+
+
+def test_callers_from_several_threads_queue(ops: NativeOps) -> None:
+    """One context, four Python threads (the foreign call drops the GIL): every result is whole."""
+    linear = ops.prepare(Linear(torch.randn(960, 576)))
+    inputs = [torch.randn(1 + 7 * i, 576).to(DTYPES[i % 2]) for i in range(4)]
+    expected = [ops.linear(x, linear) for x in inputs]
+
+    def work(index: int) -> bool:
+        return all(torch.equal(ops.linear(inputs[index], linear), expected[index]) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
