@@ -184,6 +184,8 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     `prompt_logprobs` maps row index -> int32 [m] target ids: row position j (from 0) predicts target j. How many
     best tokens to return is in the slot's SamplingParams.prompt_logprobs.
+
+    `zero`: large pages of the arena to zero first, because they change element type (stale bits may be NaN).
     """
 
     step: int
@@ -197,6 +199,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     tables: tuple[TableDelta, ...] = ()
     setups: tuple[SlotSetup, ...] = ()
     prompt_logprobs: Mapping[int, Int32s] = {}
+    zero: tuple[int, ...] = ()
 
     @property
     def n_tokens(self) -> int:

@@ -200,6 +200,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         table_columns=tuple(-(-context // spec.tokens_per_page) for spec in groups),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=context,
+        zero=arena.zero,
     )
 
     def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:

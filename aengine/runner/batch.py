@@ -35,6 +35,7 @@ class Staged:
     ids: Int32s
     tables: tuple[TableDelta, ...]
     setups: tuple[SlotSetup, ...]
+    zero: tuple[int, ...]
     prompt_logprobs: Mapping[int, Int32s]
     buffers: _Buffers
 
@@ -89,6 +90,7 @@ def _copy(plan: StepPlan, buffers: _Buffers) -> Staged:
         ids=buffers.copy("ids", plan.ids),
         tables=plan.tables,
         setups=plan.setups,
+        zero=plan.zero,
         prompt_logprobs={row: targets.copy() for row, targets in plan.prompt_logprobs.items()},
         buffers=buffers,
     )

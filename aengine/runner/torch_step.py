@@ -13,7 +13,7 @@ logits hold NaN, and a row with all tokens masked: alone, with a message. At mos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +50,7 @@ class TorchExecutor:
     """`Executor` of a torch model.
 
     `kv[l]` are the pages of the model's attention layer l; `table_columns[g]` is how many pages a sequence of
-    `max_model_len` tokens has in group g; `max_num_seqs` is the number of slots.
+    `max_model_len` tokens has in group g; `max_num_seqs` is the number of slots. `zero` zeroes large pages of the arena.
     """
 
     def __init__(
@@ -63,8 +63,10 @@ class TorchExecutor:
         max_model_len: int,
         *,
         device: torch.device | None = None,
+        zero: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._model = model
+        self._zero_pages = zero
         self._ops = ops
         self._kv = tuple(kv)
         self._device = device or torch.device("cpu")
@@ -87,6 +89,8 @@ class TorchExecutor:
             self._staging.release(staged)
 
     def _run(self, staged: Staged) -> StepResult:
+        if staged.zero and self._zero_pages is not None:
+            self._zero_pages(staged.zero)
         self._update_slots(staged.setups, staged.tables)
         tokens = lay_out(staged)
         width = max(1, int(staged.samples.max(initial=0)))

@@ -53,7 +53,7 @@ class PlanBuilder:
         """Keep a slot out of this step, so that it can be preempted once it is not in flight."""
         self.held.append(slot)
 
-    def build(self, tables: list[TableDelta], setups: list[SlotSetup]) -> StepPlan | None:
+    def build(self, tables: list[TableDelta], setups: list[SlotSetup], zero: list[int]) -> StepPlan | None:
         c = self._columns
         decode = self._decode
         if self.held:
@@ -77,6 +77,7 @@ class PlanBuilder:
             tables=tuple(tables),
             setups=tuple(setups),
             prompt_logprobs=self._targets_by_row(slots),
+            zero=tuple(zero),
         )
 
     def _row_ids(self, slot: int, count: int) -> Int32s:

@@ -62,7 +62,9 @@ def commit_rows(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Non
     heard = ~c.mute[slots]
     rows, slots = rows[heard], slots[heard]
     if result.failed:
-        rows, slots = _fail_rows(scheduler, rows, slots, result)
+        _fail_rows(scheduler, rows, slots, result)
+        standing = live_rows(scheduler, plan)[rows] & ~c.mute[slots]  # who shared a failed row's pages is mute now
+        rows, slots = rows[standing], slots[standing]
     plain = plan.samples[rows] <= 1
     c.computed[slots[plain]] = (plan.starts + plan.counts)[rows[plain]]
     if plan.prompt_logprobs:
@@ -151,11 +153,10 @@ def _accept_drafts(scheduler: Scheduler, plan: StepPlan, row: int, result: StepR
     return ended
 
 
-def _fail_rows(scheduler: Scheduler, rows: Int64s, slots: Int64s, result: StepResult) -> tuple[Int64s, Int64s]:
-    good = np.array([row not in result.failed for row in rows.tolist()], np.bool_)
-    for row, slot in zip(rows[~good].tolist(), slots[~good].tolist(), strict=True):
-        scheduler.finish(scheduler.at(slot), FinishReason.ERROR, error=result.failed[row])
-    return rows[good], slots[good]
+def _fail_rows(scheduler: Scheduler, rows: Int64s, slots: Int64s, result: StepResult) -> None:
+    for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+        if row in result.failed:
+            scheduler.fail_row(scheduler.at(slot), result.step, result.failed[row])
 
 
 def _take_prompt_logprobs(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:

@@ -87,6 +87,7 @@ class Scheduler:
         self._blocked = (-1, -1)  # (handle, _room_version) when the head of the queue did not fit
         self._tables: list[TableDelta] = []  # for the next plan: even a step that is not built may have changed tables
         self._setups: list[SlotSetup] = []
+        self._zero: list[int] = []
 
     # ---- verbs
 
@@ -112,10 +113,11 @@ class Scheduler:
         build = PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
         self._plan_decodes(build)
         self._plan_prefills(build)
-        plan = build.build(self._tables, self._setups)
+        self._zero.extend(self.cache.pool.drain_retyped())
+        plan = build.build(self._tables, self._setups, self._zero)
         if plan is None:
             return None
-        self._tables, self._setups = [], []
+        self._tables, self._setups, self._zero = [], [], []
         self._step = plan.step
         self._in_flight.append(plan)
         self.columns.launched(plan)
@@ -134,7 +136,7 @@ class Scheduler:
         tainted = self.cache.retract(step)
         for handle, slot in zip(plan.handles.tolist(), plan.slots.tolist(), strict=True):
             if self.columns.handle[slot] == handle:
-                self.finish(self.at(slot), FinishReason.ERROR, error=message)
+                self.finish(self.at(slot), FinishReason.ERROR, error=message, keep=False)
         for handle in tainted:
             self._void(handle)
         self._settle()
@@ -267,7 +269,7 @@ class Scheduler:
                 break
             lease = self._acquire(sequence, self._free_slots[-1])
             need = len(sequence.ids) + 1 - lease.cached_tokens
-            if self.cache.pool.shortage(self.cache.needed_pages(owed + need)) is not None:
+            if not self.cache.has_room(owed + need):
                 self.cache.release(lease, last_step=0)
                 self._blocked = (sequence.request.handle, self._room_version)
                 break
@@ -377,24 +379,38 @@ class Scheduler:
     # ---- leaving
 
     def finish(
-        self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_id: int | None = None,
+        error: str | None = None,
+        keep: bool = True,
     ) -> None:
-        """End a sequence: its one Finish, its one release."""
+        """End a sequence: its one Finish, its one release. `keep` False: what its last step wrote is worthless."""
         sequence.finished = True
         del self._by_handle[sequence.request.handle]
         if sequence.slot >= 0:
-            self._release(sequence)
+            self._release(sequence, keep=keep)
         else:
             self.waiting.remove(sequence)
             self._room_version += 1
         self.outputs.finished(sequence.request.handle, reason, stop_id, error)
 
-    def _release(self, sequence: Sequence) -> None:
+    def fail_row(self, sequence: Sequence, step: int, message: str) -> None:
+        """A row failed alone: so do those who already share pages it should have written."""
+        assert sequence.lease is not None
+        for handle in self.cache.retract(step, sequence.lease):
+            self._void(handle)
+        self.finish(sequence, FinishReason.ERROR, error=message, keep=False)
+
+    def _release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """The one place where a lease and a slot are given up."""
         c, slot = self.columns, sequence.slot
         last_step = int(c.last_step[slot])
         assert sequence.lease is not None
-        self.cache.release(sequence.lease, last_step=last_step)
+        scheduled = int(c.scheduled[slot])
+        self.cache.release(sequence.lease, last_step=last_step, keep=keep, scheduled=scheduled)
         c.vacate(slot)
         at = bisect.bisect_left(self._keys, sequence.key)
         del self._keys[at]
