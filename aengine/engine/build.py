@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aengine.config import EngineConfig, home
 from aengine.engine.facts import ModelInfo, StartupReport
-from aengine.engine.sizing import free_bytes, size_pool
+from aengine.engine.sizing import free_bytes, in_flight_tokens, size_pool
 from aengine.engine.text import TextProcessor
 from aengine.errors import ConfigError
-from aengine.memory import Full, GroupSpec, PagePlan, Pool, Window, attention_group
+from aengine.memory import Chunk, Full, GroupSpec, PagePlan, Pool, Window, attention_group
 from aengine.memory.lifetimes import Lifetime
 from aengine.metrics import Metrics
 from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, weights_digest
@@ -91,7 +91,12 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
     make = _sim if config.device.device == "sim" else _cpu
     made = make(config, files, ledger)
     metrics = Metrics(model_name=made.names[0])
-    cache = PrefixCache(Pool(made.pages), weights_digest=weights_digest(files), enabled=config.cache.prefix_caching)
+    cache = PrefixCache(
+        Pool(made.pages),
+        weights_digest=weights_digest(files),
+        enabled=config.cache.prefix_caching,
+        in_flight_tokens=in_flight_tokens(config.scheduler),
+    )
     scheduler = Scheduler(
         cache,
         max_seqs=config.scheduler.max_num_seqs,
@@ -142,8 +147,8 @@ def kv_groups(attention: Sequence[AttentionSpec], dtype: str, page_tokens: int) 
     groups = []
     for number in range(1 + max(spec.group for spec in attention)):
         specs = [spec for spec in attention if spec.group == number]
-        lifetime: Lifetime = Window(specs[0].window) if specs[0].window else Full()
-        name = "window" if specs[0].window else "full"
+        lifetime = _lifetime(specs[0])
+        name = type(lifetime).__name__.lower()
         layers = [f"layer{spec.layer}" for spec in specs]
         groups.append(
             attention_group(
@@ -157,6 +162,12 @@ def kv_groups(attention: Sequence[AttentionSpec], dtype: str, page_tokens: int) 
             )
         )
     return groups
+
+
+def _lifetime(spec: AttentionSpec) -> Lifetime:
+    if spec.window:
+        return Window(spec.window)
+    return Chunk(spec.chunk) if spec.chunk else Full()
 
 
 # ---- cpu
@@ -244,7 +255,22 @@ def _dtype(config: EngineConfig, torch_module: object) -> torch.dtype:
 
 
 def model_bytes(model: Model) -> int:
-    return int(getattr(model, "weight_bytes", 0))
+    """Bytes of all weights a model holds, each once. A packed weight counts by the shape its meta tensor keeps."""
+    sizes: dict[int, int] = {}
+    _weigh(list(vars(model).values()), sizes)
+    return sum(sizes.values())
+
+
+def _weigh(found: Iterable[object], sizes: dict[int, int]) -> None:
+    import torch
+
+    for value in found:
+        if isinstance(value, torch.Tensor):
+            sizes[id(value)] = value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            _weigh(value, sizes)
+        elif is_dataclass(value) and not isinstance(value, type):
+            _weigh([getattr(value, leaf.name) for leaf in fields(value)], sizes)
 
 
 # ---- sim

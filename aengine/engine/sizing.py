@@ -44,11 +44,16 @@ def _cgroup(name: str) -> int | None:
         return None
 
 
-def bytes_for(groups: list[GroupSpec], tokens: int) -> int:
-    """Bytes of KV that one sequence of `tokens` holds at most, padding aside."""
+def in_flight_tokens(scheduler: SchedulerConfig) -> int:
+    """Most positions of one sequence that are launched and not retired: every step in flight a whole budget."""
+    return (scheduler.depth + 1) * scheduler.max_batched_tokens
+
+
+def bytes_for(groups: list[GroupSpec], tokens: int, in_flight: int | None = None) -> int:
+    """Bytes of KV that one sequence of `tokens` holds at most, padding aside; `in_flight`: see in_flight_tokens."""
     total = 0
     for spec in groups:
-        total += spec.lifetime.peak_pages(tokens, spec.tokens_per_page, None) * spec.payload_bytes
+        total += spec.lifetime.peak_pages(tokens, spec.tokens_per_page, in_flight) * spec.payload_bytes
     return total
 
 
@@ -72,12 +77,13 @@ def size_pool(
             param="max_model_len",
         )
     context = max_model_len or model_context
-    wanted = (scheduler.max_num_seqs + 1) * bytes_for(groups, context)
+    flight = in_flight_tokens(scheduler)
+    wanted = (scheduler.max_num_seqs + 1) * bytes_for(groups, context, flight)
     arena = cache.kv_bytes or min(int(free * MEMORY_SHARE), wanted)
     pages = plan(groups, arena)
-    fitted = pages.max_tokens(context)
+    fitted = pages.max_tokens(context, in_flight_tokens=flight)
     if max_model_len is not None and fitted < max_model_len:
-        need = bytes_for(groups, max_model_len)
+        need = bytes_for(groups, max_model_len, flight)
         raise ConfigError(
             f"max_model_len of {max_model_len} tokens needs {need:,} bytes of KV pages; {arena:,} bytes hold "
             f"{fitted} tokens (set kv_bytes, or a shorter max_model_len)",
