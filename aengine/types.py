@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -127,6 +127,31 @@ class TokenRules(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
+NO_END = 2**31 - 1  # a visibility that lasts as long as the sequence
+
+
+class MediaInput(msgspec.Struct, frozen=True):
+    """One decoded and preprocessed image, wherever it may stand in a prompt.
+
+    `digest`: SHA-256 of the decoded pixels, their size and mode, and the processor's settings. `tokens`: entries it has
+    in item groups (cross-attention KV). `arrays`: what the model's vision tower takes, by name; read-only.
+    """
+
+    digest: bytes
+    tokens: int
+    arrays: Mapping[str, NDArray[Any]]
+
+
+class RequestMedia(msgspec.Struct, frozen=True):
+    """An image in a prompt: its placeholders are `position` .. `position + span - 1`, and the positions `position` <=
+    p < `until` see it (NO_END: all later ones, output included)."""
+
+    input: MediaInput
+    position: int
+    span: int = 1
+    until: int = NO_END
+
+
 class Request(msgspec.Struct, frozen=True):
     """One token sequence to generate (a request with n > 1 is n of these).
 
@@ -146,6 +171,7 @@ class Request(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     adapter: str = ""
     cause: str = "fresh"
+    media: tuple[RequestMedia, ...] = ()  # by rising position
 
 
 class SlotSetup(msgspec.Struct, frozen=True):
@@ -170,6 +196,24 @@ class TableDelta(msgspec.Struct, frozen=True):
     group: int
     first: int
     pages: tuple[int, ...]
+
+
+class MediaPlacement(msgspec.Struct, frozen=True):
+    """From this step on the row in `slot` reads item `item` (its number in the prompt) of an item group.
+
+    Entry i of the item is in page pages[i // tokens per page]; there are `tokens` of them. Positions `first` <= p <
+    `until` see it. `input`: the step computes the pages first, before any row; None: they are computed, or an earlier
+    placement of the same plan names them with an input.
+    """
+
+    slot: int
+    group: int
+    item: int
+    pages: tuple[int, ...]
+    tokens: int
+    first: int
+    until: int
+    input: MediaInput | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -200,6 +244,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     setups: tuple[SlotSetup, ...] = ()
     prompt_logprobs: Mapping[int, Int32s] = {}
     zero: tuple[int, ...] = ()
+    media: tuple[MediaPlacement, ...] = ()
 
     @property
     def n_tokens(self) -> int:

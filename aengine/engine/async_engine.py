@@ -23,19 +23,20 @@ from aengine.engine.build import Parts, build
 from aengine.engine.core import Core
 from aengine.engine.facts import EngineStats, Health, ModelInfo, StartupReport
 from aengine.engine.gather import Gathered
+from aengine.engine.images import take_images
 from aengine.engine.intake import Intake
 from aengine.engine.output import Choice, OutputTask
 from aengine.engine.stream import RequestStream
 from aengine.engine.text import TextProcessor
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull
 from aengine.metrics import Metrics
-from aengine.types import RequestOutput, SamplingParams
+from aengine.types import MediaInput, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
 
 LAG_EVERY_S = 0.1
 STALL_S = 60.0  # no step has ended for so long while work waits: unhealthy
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
 class AsyncEngine:
@@ -134,6 +135,7 @@ class AsyncEngine:
             await self._core.drain_device()
             await self._runner.close()
             self._parts.text.close()
+            self._parts.images.close()
         for stream, _ in list(self._streams.values()):
             stream.fail(NotReady("the engine was closed"))
         self._streams.clear()
@@ -164,8 +166,10 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str = "",
+        images: Sequence[MediaInput] = (),
     ) -> RequestStream:
-        """Queue a prompt; returns its stream at once.
+        """Queue a prompt; returns its stream at once. `images`: one for each placeholder in the prompt, in their order,
+        from `read_images`.
 
         Raises InvalidRequest (also for a request id in use), ContextLengthExceeded, RequestTooLarge, QueueFull,
         NotReady or EngineDead.
@@ -183,6 +187,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
             adapter=adapter,
+            images=images,
         )
         self._check_room(len(requests))
         self._next_handle += len(requests)
@@ -251,17 +256,23 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Generate from a text, token ids, or chat messages; yields the growing RequestOutput, the last one finished.
 
+        With images: {"prompt": text, "images": [..]}, {"prompt_token_ids": ids, "images": [..]} or {"messages": [..]},
+        where message parts bring their images or stand for the next of "images". An image is a PIL image, an array
+        uint8 [H, W] or [H, W, 1, 3 or 4], encoded bytes, a data: URL or a path; its place in a text is the model's own
+        image token.
+
         Raises as `submit` does; a request that fails inside the engine raises StepFailed or EngineDead. Leaving the
         loop (break, cancellation) aborts the request.
         """
         sampling = sampling or SamplingParams()
-        text, ids = await self._encode(prompt)
+        text, ids, images = await self._encode(prompt)
         stream = self.submit(
             ids,
             sampling,
             request_id=request_id or f"req-{uuid.uuid4().hex}",
             priority=priority,
             cache_salt=cache_salt,
+            images=images,
         )
         gathered = Gathered(stream, text, sampling.n, logprobs=sampling.logprobs is not None)
         try:
@@ -282,26 +293,50 @@ class AsyncEngine:
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """As `generate`, for chat messages rendered with the model's template."""
+        """As `generate`, for chat messages rendered with the model's template. Content parts of type image_url,
+        input_image or image bring images (data: URLs, or any form `generate` takes except a path)."""
         self._ready()
+        marked, sources = take_images(messages)
+        images = await self.read_images(sources)
         ids = await self.text.encode_chat(
-            [dict(message) for message in messages],
+            marked,
             tools=tools,
             chat_template=chat_template,
             kwargs=chat_template_kwargs,
         )
-        outputs = self.generate(ids, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        prompt: Prompt = {"prompt_token_ids": ids, "images": images} if images else ids
+        outputs = self.generate(prompt, sampling, request_id=request_id, priority=priority, cache_salt=cache_salt)
         async with contextlib.aclosing(cast(Any, outputs)):
             async for output in outputs:
                 yield output
 
-    async def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    async def read_images(self, sources: Sequence[Any], *, files: bool = False) -> list[MediaInput]:
+        """Decode and preprocess images, in worker threads. `files`: a source may also be a path. Raises
+        InvalidRequest."""
+        return await self._loaded().images.read(sources, files=files)
+
+    async def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], list[MediaInput]]:
         self._ready()
+        if isinstance(prompt, Mapping):
+            return await self._encode_with_images(prompt)
         if isinstance(prompt, str):
-            return prompt, await self.text.encode(prompt)
+            return prompt, await self.text.encode(prompt), []
         if len(prompt) and isinstance(prompt[0], Mapping):
-            return None, await self.text.encode_chat([dict(cast(Mapping[str, Any], message)) for message in prompt])
-        return None, list(cast(Sequence[int], prompt))
+            return await self._encode_with_images({"messages": prompt})
+        return None, list(cast(Sequence[int], prompt)), []
+
+    async def _encode_with_images(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int], list[MediaInput]]:
+        given = list(prompt.get("images") or ())
+        if "messages" in prompt:
+            messages, sources = take_images(prompt["messages"], given)
+            images = await self.read_images(sources, files=True)
+            return None, await self.text.encode_chat(messages), images
+        images = await self.read_images(given, files=True)
+        if "prompt_token_ids" in prompt:
+            return None, list(prompt["prompt_token_ids"]), images
+        if not isinstance(prompt.get("prompt"), str):
+            raise InvalidRequest("a prompt needs one of prompt, prompt_token_ids or messages", param="prompt")
+        return prompt["prompt"], await self.text.encode(prompt["prompt"]), images
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached page no running request uses."""

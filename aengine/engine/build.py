@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING
 
 from aengine.config import EngineConfig, home
 from aengine.engine.facts import ModelInfo, StartupReport
+from aengine.engine.images import Images
 from aengine.engine.sizing import free_bytes, in_flight_tokens, size_pool
 from aengine.engine.text import TextProcessor
 from aengine.errors import ConfigError
-from aengine.memory import Chunk, Full, GroupSpec, PagePlan, Pool, Window, attention_group
-from aengine.memory.lifetimes import Lifetime
+from aengine.memory import Chunk, Full, GroupSpec, LayerSpec, PagePlan, Part, Pool, State, Window, attention_group
+from aengine.memory.lifetimes import Cross, Lifetime
 from aengine.metrics import Metrics
+from aengine.models.images import ImageProcessor
 from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, weights_digest
 from aengine.models.store import resolve
+from aengine.models.vision_config import VisionConfig
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.protocol import Runner
 from aengine.runner.sim import SimExecutor, SimGroup, SimProfile
@@ -37,7 +40,7 @@ from aengine.scheduler import Scheduler
 if TYPE_CHECKING:
     import torch
 
-    from aengine.kernels.ops import AttentionSpec, Model, Ops
+    from aengine.kernels.ops import AttentionSpec, Model, Ops, StateSpec
 
 PhaseHook = Callable[[str, float], None]
 ProgressHook = Callable[[str, int, int], None]
@@ -50,6 +53,7 @@ class Parts:
 
     model: ModelInfo
     text: TextProcessor
+    images: Images
     metrics: Metrics
     scheduler: Scheduler
     make_runner: RunnerFactory
@@ -90,6 +94,7 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
             ledger.lines.append("the model has no chat template (a base model?): chat uses a plain fallback template")
     make = _sim if config.device.device == "sim" else _cpu
     made = make(config, files, ledger)
+    images = _images(files, made.vision, ledger)
     metrics = Metrics(model_name=made.names[0])
     cache = PrefixCache(
         Pool(made.pages),
@@ -112,9 +117,10 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         has_chat_template=tokenizer.has_chat_template or template is not None,
         created=int(time.time()),
         dtype=made.dtype,
+        image_token=None if made.vision is None else made.vision.image_token,
     )
     text = TextProcessor(tokenizer, chat_template=template)
-    return Parts(model, text, metrics, scheduler, made.make_runner, ledger.report())
+    return Parts(model, text, images, metrics, scheduler, made.make_runner, ledger.report())
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,7 @@ class _Made:
     vocab: int
     dtype: str
     make_runner: RunnerFactory
+    vision: VisionConfig | None = None
 
 
 def _template(path: str | None) -> str | None:
@@ -136,6 +143,13 @@ def _template(path: str | None) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template {path!r} cannot be read: {error}", param="chat_template") from error
+
+
+def _images(files: ModelFiles, vision: VisionConfig | None, ledger: Ledger) -> Images:
+    if vision is None:
+        return Images(None)
+    with ledger.phase("image processor"):
+        return Images(ImageProcessor(files.path, vision))
 
 
 def _names(config: EngineConfig, files: ModelFiles) -> tuple[str, ...]:
@@ -164,7 +178,30 @@ def kv_groups(attention: Sequence[AttentionSpec], dtype: str, page_tokens: int) 
     return groups
 
 
+def state_groups(states: Sequence[StateSpec], page_tokens: int) -> list[GroupSpec]:
+    """The page groups of a model's recurrent layers, which follow those of attention; checkpoints of a state stand at
+    multiples of `page_tokens`."""
+    groups = []
+    for number in sorted({spec.group for spec in states}):
+        layers = []
+        for spec in (spec for spec in states if spec.group == number):
+            parts = (Part(part.name, part.shape, str(part.dtype).removeprefix("torch.")) for part in spec.parts)
+            layers.append(LayerSpec(f"state{spec.layer}", tuple(parts)))
+        groups.append(GroupSpec("state", State(), tuple(layers), page_tokens))
+    return groups
+
+
+def table_columns(spec: GroupSpec, context: int) -> int:
+    """Width of a slot's block table: one entry per page, (page read, page written) for recurrent state, none for media
+    items, whose placements bring their pages."""
+    if spec.lifetime.per_item:
+        return 0
+    return 2 if isinstance(spec.lifetime, State) else -(-context // spec.tokens_per_page)
+
+
 def _lifetime(spec: AttentionSpec) -> Lifetime:
+    if spec.cross:
+        return Cross()
     if spec.window:
         return Window(spec.window)
     return Chunk(spec.chunk) if spec.chunk else Full()
@@ -177,6 +214,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
     with ledger.phase("import torch"):
         import torch
 
+        from aengine.kernels.ops import state_specs
         from aengine.memory.arena import Arena
         from aengine.runner.torch_step import TorchExecutor
 
@@ -189,7 +227,10 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         model: Model = load_model(files, ops, dtype, ledger.progress)
     ledger.sizes.append(("weights", model_bytes(model)))
     name = str(dtype).removeprefix("torch.")
+    states = state_specs(model)
     groups = kv_groups(model.attention, name, config.cache.page_tokens)
+    groups += state_groups(states, config.cache.page_tokens)
+    vision = load_config(files).vision
     with ledger.phase("KV pages"):
         pages, context = size_pool(
             groups,
@@ -198,6 +239,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
             model_context=model.max_context,
             max_model_len=config.model.max_model_len,
             free=free_bytes(),
+            media_tokens=() if vision is None else (vision.max_tokens,),
         )
         arena = Arena(pages)
     ledger.sizes.append(("KV pages", pages.arena_bytes))
@@ -208,17 +250,18 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         model,
         ops,
         arena.layer_kv([(spec.group, spec.layer) for spec in model.attention]),
-        table_columns=tuple(-(-context // spec.tokens_per_page) for spec in groups),
+        table_columns=tuple(table_columns(spec, context) for spec in groups),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=context,
         zero=arena.zero,
+        states=arena.layer_states([(spec.group, spec.layer) for spec in states]),
     )
 
     def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
         stream = ThreadStream(initialise=lambda: torch.set_num_threads(torch_threads))
         return StreamRunner(stream, executor, loop)
 
-    return _Made(_names(config, files), pages, context, model.vocab_size, name, make_runner)
+    return _Made(_names(config, files), pages, context, model.vocab_size, name, make_runner, vision)
 
 
 def available_cores() -> int:

@@ -13,7 +13,8 @@ from aengine.scheduler import SchedulerStats
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """The loaded model. `names` are the served names, the main one first; `max_model_len` in tokens."""
+    """The loaded model. `names` are the served names, the main one first; `max_model_len` in tokens.
+    `image_token`: id of the placeholder of an image; None: the model takes text only."""
 
     names: tuple[str, ...]
     max_model_len: int
@@ -22,6 +23,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     has_chat_template: bool
     created: int
     dtype: str = "float32"
+    image_token: int | None = None
+
+    @property
+    def takes_images(self) -> bool:
+        return self.image_token is not None
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -15,10 +15,11 @@ import numpy as np
 
 from aengine.config import EngineConfig
 from aengine.engine.facts import ModelInfo
+from aengine.engine.images import place_images
 from aengine.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge
 from aengine.models.tokenizer import Tokenizer
 from aengine.prefix_cache import PrefixCache
-from aengine.types import Int32s, Request, SamplingParams, TokenRules
+from aengine.types import Int32s, MediaInput, Request, RequestMedia, SamplingParams, TokenRules
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads choice numbers over the seeds
 _MASK = (1 << 64) - 1
@@ -41,11 +42,14 @@ class Intake:
         priority: int,
         cache_salt: str,
         adapter: str,
+        images: Sequence[MediaInput] = (),
     ) -> list[Request]:
         """The sampling.n Requests; raises InvalidRequest, ContextLengthExceeded or RequestTooLarge."""
         ids = self._check_prompt(prompt_ids)
         self._check_sampling(sampling)
-        total = self._total_tokens(len(ids), sampling)
+        media = place_images(ids, images, self._model.image_token)
+        self._check_scored(media, sampling)
+        total = self._total_tokens(len(ids), sampling, tuple(one.input.tokens for one in media))
         rules = self._rules(sampling)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _MASK
         quiet = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -62,6 +66,7 @@ class Intake:
                 cache_salt=cache_salt,
                 adapter=adapter,
                 cause="fresh" if i == 0 else "fork",
+                media=media,
             )
             for i in range(sampling.n)
         ]
@@ -80,7 +85,7 @@ class Intake:
             ids = np.array(prompt_ids, np.int64)
         except (OverflowError, ValueError, TypeError) as error:
             raise InvalidRequest("prompt token ids are not integers of 64 bits", param="prompt") from error
-        bad = ids[(ids < 0) | (ids >= self._model.vocab_size)]
+        bad = ids[(ids < 0) | ((ids >= self._model.vocab_size) & (ids != self._model.image_token))]
         if len(bad):
             raise InvalidRequest(
                 f"prompt holds token id {bad[0]}, not in [0, {self._model.vocab_size})", param="prompt"
@@ -102,7 +107,12 @@ class Intake:
                     limit = self._model.vocab_size
                     raise InvalidRequest(f"{name} holds token id {token}, not in [0, {limit})", param=name)
 
-    def _total_tokens(self, prompt_tokens: int, sampling: SamplingParams) -> int:
+    def _check_scored(self, media: tuple[RequestMedia, ...], sampling: SamplingParams) -> None:
+        """The placeholder has no place in the output head, so it has no probability."""
+        if media and sampling.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs cannot be given for a prompt with images", param="prompt_logprobs")
+
+    def _total_tokens(self, prompt_tokens: int, sampling: SamplingParams, media: tuple[int, ...]) -> int:
         limit = self._model.max_model_len
         wanted = sampling.max_tokens
         if wanted is None:
@@ -111,18 +121,35 @@ class Intake:
                     f"{prompt_tokens} prompt tokens and min_tokens {sampling.min_tokens} exceed the context of {limit}",
                     param="min_tokens",
                 )
-            return limit
+            return self._longest(prompt_tokens, limit, media) if media else limit
         if prompt_tokens + wanted > limit:
             raise ContextLengthExceeded(
                 f"{prompt_tokens} prompt tokens and max_tokens {wanted} make {prompt_tokens + wanted}; the context "
                 f"is {limit} tokens",
                 param="max_tokens",
             )
-        if not self._cache.fits(prompt_tokens + wanted):
-            raise RequestTooLarge(
-                f"{prompt_tokens + wanted} tokens need more KV pages than the pool has", param="max_tokens"
-            )
+        if not self._cache.fits(prompt_tokens + wanted, media):
+            raise self._too_large(prompt_tokens + wanted, media)
         return prompt_tokens + wanted
+
+    def _longest(self, prompt_tokens: int, limit: int, media: tuple[int, ...]) -> int:
+        """The most tokens, up to `limit`, that the pool can hold beside these images."""
+        if not self._cache.fits(prompt_tokens + 1, media):
+            raise self._too_large(prompt_tokens + 1, media)
+        low, high = prompt_tokens + 1, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._cache.fits(middle, media) else (low, middle - 1)
+        return low
+
+    def _too_large(self, tokens: int, media: tuple[int, ...]) -> RequestTooLarge:
+        images = f" and {len(media)} images of {', '.join(map(str, media))} entries" if media else ""
+        need, has = self._cache.needed_pages(tokens, media), self._cache.capacity
+        return RequestTooLarge(
+            f"{tokens} tokens{images} need {_counts(need)} KV pages; the pool could hold at most {_counts(has)} of "
+            "each kind alone",
+            param="max_tokens",
+        )
 
     def _rules(self, sampling: SamplingParams) -> TokenRules:
         eos = () if sampling.ignore_eos else self._model.eos_ids
@@ -138,3 +165,7 @@ class Intake:
                 if ids:
                     found[ids] = None
         return tuple(found)
+
+
+def _counts(pages: tuple[int, ...]) -> str:
+    return " + ".join(map(str, pages))

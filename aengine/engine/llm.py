@@ -129,8 +129,12 @@ class LLM:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt -> [prompt]. A list is one prompt when it holds token ids or messages."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], int | Mapping):
+    if len(prompts) and (isinstance(prompts[0], int) or _is_message(prompts[0])):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "role" in value

@@ -8,6 +8,7 @@ Invariants: the context length it returns fits the pool by the same function tha
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from aengine.config import CacheConfig, SchedulerConfig
@@ -49,10 +50,17 @@ def in_flight_tokens(scheduler: SchedulerConfig) -> int:
     return (scheduler.depth + 1) * scheduler.max_batched_tokens
 
 
-def bytes_for(groups: list[GroupSpec], tokens: int, in_flight: int | None = None) -> int:
-    """Bytes of KV that one sequence of `tokens` holds at most, padding aside; `in_flight`: see in_flight_tokens."""
+def bytes_for(
+    groups: list[GroupSpec], tokens: int, in_flight: int | None = None, media_tokens: Sequence[int] = ()
+) -> int:
+    """Bytes of KV that one sequence of `tokens` holds at most, padding aside; `in_flight`: see in_flight_tokens;
+    `media_tokens`: the entries of its media items."""
     total = 0
     for spec in groups:
+        if spec.lifetime.per_item:
+            pages = sum(spec.lifetime.peak_pages(entries, spec.tokens_per_page, None) for entries in media_tokens)
+            total += pages * spec.payload_bytes
+            continue
         total += spec.lifetime.peak_pages(tokens, spec.tokens_per_page, in_flight) * spec.payload_bytes
     return total
 
@@ -65,8 +73,9 @@ def size_pool(
     model_context: int,
     max_model_len: int | None,
     free: int,
+    media_tokens: Sequence[int] = (),
 ) -> tuple[PagePlan, int]:
-    """(page plan, context length in tokens).
+    """(page plan, context length in tokens). `media_tokens`: entries of the items that a usual prompt brings.
 
     Without `kv_bytes`, the pool gets MEMORY_SHARE of `free`, but no more than all slots at full context would fill.
     Raises ConfigError when the wanted context does not fit the pool or the model.
@@ -78,7 +87,7 @@ def size_pool(
         )
     context = max_model_len or model_context
     flight = in_flight_tokens(scheduler)
-    wanted = (scheduler.max_num_seqs + 1) * bytes_for(groups, context, flight)
+    wanted = (scheduler.max_num_seqs + 1) * bytes_for(groups, context, flight, media_tokens)
     arena = cache.kv_bytes or min(int(free * MEMORY_SHARE), wanted)
     pages = plan(groups, arena)
     fitted = pages.max_tokens(context, in_flight_tokens=flight)

@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aengine.kernels.ops import AttentionSpec, Linear, RopeTable, StepBatch
+from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
 from aengine.kernels.reference_attention import PagedAttention
+from aengine.kernels.reference_cross import QUERY_BLOCK, cross_attention, write_items
+from aengine.kernels.reference_mixture import mixture
+from aengine.kernels.reference_state import ShortConv
 
 # Vocabulary rows turned to fp32 at a time: 2,048 x 576 x 4 B = 4.5 MiB, small enough to stay in the last cache level.
 LOGITS_BLOCK = 2048
@@ -26,6 +29,7 @@ class ReferenceOps:
 
     def __init__(self) -> None:
         self._attention = PagedAttention()
+        self._short_conv = ShortConv()
 
     def prepare(self, linear: Linear) -> Linear:
         return linear
@@ -44,6 +48,9 @@ class ReferenceOps:
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
+
+    def mul(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
@@ -72,8 +79,32 @@ class ReferenceOps:
             return turned
         return torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
-        return self._attention(q, k, v, spec, batch)
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self._attention(q, k, v, spec, batch, sinks)
+
+    def scale_positions(self, x: Tensor, positions: Tensor, factors: Tensor) -> Tensor:
+        return (x.float() * factors[positions].view(-1, 1, 1)).to(x.dtype)
+
+    def mixture(self, x: Tensor, scores: Tensor, experts: Experts) -> Tensor:
+        return mixture(self, x, scores, experts)
+
+    def short_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: StateSpec, batch: StepBatch) -> Tensor:
+        return self._short_conv(x, weight, bias, spec, batch)
+
+    def cross_attention(self, q: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
+        assert batch.cross is not None
+        return cross_attention(q, batch.kv[spec.layer], spec, batch.cross, QUERY_BLOCK)
+
+    def write_items(self, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor) -> None:
+        write_items(k, v, kv, pages)
+
+    def take(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x.index_select(0, tokens)
+
+    def put(self, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
+        return x.index_copy(0, tokens, y)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -70,16 +70,18 @@ class PagedAttention:
         self._batch: StepBatch | None = None
         self._layouts: dict[tuple[int, int, int, int], _Layout] = {}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+    ) -> Tensor:
         kv = batch.kv[spec.layer]
         layout = self._layout(spec, kv.page_tokens, batch)
         kv.k[layout.pages, layout.offsets] = k.to(kv.k.dtype)
         kv.v[layout.pages, layout.offsets] = v.to(kv.v.dtype)
         out = torch.empty_like(q)
         for bucket in layout.buckets:
-            out[bucket.tokens] = _decode(q[bucket.tokens], kv, spec, bucket).to(q.dtype)
+            out[bucket.tokens] = _decode(q[bucket.tokens], kv, spec, bucket, sinks).to(q.dtype)
         for prefill in layout.prefills:
-            _prefill(out, q, kv, spec, batch.tables[spec.group][prefill.row], prefill)
+            _prefill(out, q, kv, spec, batch.tables[spec.group][prefill.row], prefill, sinks)
         return out.flatten(1)
 
     def _layout(self, spec: AttentionSpec, page: int, batch: StepBatch) -> _Layout:
@@ -155,11 +157,12 @@ def _make_bucket(group: list[tuple[int, int, int]], spec: AttentionSpec, page: i
     )
 
 
-def _decode(q: Tensor, kv: LayerKV, spec: AttentionSpec, bucket: _Bucket) -> Tensor:
+def _decode(q: Tensor, kv: LayerKV, spec: AttentionSpec, bucket: _Bucket, sinks: Tensor | None) -> Tensor:
     """q [B, heads, D] -> fp32 [B, heads, D]. The query heads of one KV head are scored as if they were queries."""
     grouped = q.float().view(len(q), spec.kv_heads, -1, spec.head_dim)
     k, v = (_gather(pages, bucket) for pages in (kv.k, kv.v))
-    return _attend(grouped, k, v, bucket.seen, spec).reshape(len(q), spec.heads, spec.head_dim)
+    sink = None if sinks is None else sinks.view(1, spec.kv_heads, -1, 1)
+    return _attend(grouped, k, v, bucket.seen, spec, sink).reshape(len(q), spec.heads, spec.head_dim)
 
 
 def _gather(pages: Tensor, bucket: _Bucket) -> Tensor:
@@ -170,7 +173,15 @@ def _gather(pages: Tensor, bucket: _Bucket) -> Tensor:
     return tokens.transpose(1, 2)
 
 
-def _prefill(out: Tensor, q: Tensor, kv: LayerKV, spec: AttentionSpec, table: Tensor, row: _Prefill) -> None:
+def _prefill(
+    out: Tensor,
+    q: Tensor,
+    kv: LayerKV,
+    spec: AttentionSpec,
+    table: Tensor,
+    row: _Prefill,
+    sinks: Tensor | None,
+) -> None:
     """Attend one row, a block of queries at a time; every key read was written by this or an earlier step."""
     low = first_visible(row.start, spec)
     end = row.start + row.count
@@ -184,7 +195,8 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, spec: AttentionSpec, table: Te
         seen_from = first_visible(first, spec)
         keys = slice(seen_from - low, last + 1 - low)
         seen = _seen(first, last, seen_from, spec, q.device).repeat(group, 1)
-        result = _attend(block, k[:, :, keys], v[:, :, keys], seen, spec)
+        sink = None if sinks is None else sinks.view(1, spec.kv_heads, -1, 1).repeat_interleave(last + 1 - first, 2)
+        result = _attend(block, k[:, :, keys], v[:, :, keys], seen, spec, sink)
         result = result.view(spec.kv_heads, group, -1, spec.head_dim)
         out[span] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
@@ -209,10 +221,18 @@ def _seen(first: int, last: int, seen_from: int, spec: AttentionSpec, device: to
     return seen
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
-    """q [B, kv_heads, N, D], k and v [B, kv_heads, L, D], seen broadcast to [B, kv_heads, N, L]; all fp32."""
-    if not spec.softcap:
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, spec: AttentionSpec, sink: Tensor | None) -> Tensor:
+    """q [B, kv_heads, N, D], k and v [B, kv_heads, L, D], seen broadcast to [B, kv_heads, N, L]; all fp32.
+
+    sink [1, kv_heads, N, 1]: the score of the key without a value, or None.
+    """
+    if not spec.softcap and sink is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=spec.scale)
     scores = torch.matmul(q * spec.scale, k.transpose(-1, -2))
-    scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap).masked_fill_(~seen, float("-inf"))
-    return torch.matmul(scores.softmax(-1), v)
+    if spec.softcap:
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    scores = scores.masked_fill_(~seen, float("-inf"))
+    if sink is None:
+        return torch.matmul(scores.softmax(-1), v)
+    scores = torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), dim=-1)
+    return torch.matmul(scores.softmax(-1)[..., :-1], v)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from aengine.kernels.ops import LayerKV
+from aengine.kernels.ops import LayerKV, LayerState
 from aengine.memory.planner import PagePlan
 
 _HUGE = 2 * 2**20
@@ -72,6 +72,17 @@ class Arena:
             index = seen[group]
             seen[group] += 1
             out.append(LayerKV(self.view(group, index, "k"), self.view(group, index, "v")))
+        return tuple(out)
+
+    def layer_states(self, layers: Sequence[tuple[int, int]]) -> tuple[LayerState, ...]:
+        """State views for layers given as (group, layer number), in order of layer number, as `layer_kv`."""
+        seen = [0] * len(self.plan.groups)
+        out = []
+        for group, _ in layers:
+            index = seen[group]
+            seen[group] += 1
+            parts = range(len(self.plan.groups[group].spec.layers[index].parts))
+            out.append(LayerState(tuple(self.view(group, index, part) for part in parts)))
         return tuple(out)
 
     def page_bytes(self, group: int, page: int) -> Tensor:

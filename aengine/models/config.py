@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from aengine.errors import ModelLoadError
+from aengine.models import lfm2_config, mixed_config
+from aengine.models.mixed_config import Mixture, Temperature
+from aengine.models.vision_config import VisionConfig, text_part, vision_part
 
 Json = Mapping[str, Any]
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss", "llama4", "lfm2", "mllama"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
 
 ARCHITECTURES: Mapping[str, Family] = {
@@ -26,6 +29,10 @@ ARCHITECTURES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
+    "MllamaForConditionalGeneration": "mllama",
+    "Lfm2ForCausalLM": "lfm2",
+    "GptOssForCausalLM": "gpt_oss",
+    "Llama4ForCausalLM": "llama4",
 }
 _MODEL_TYPES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -33,6 +40,10 @@ _MODEL_TYPES: Mapping[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "mllama": "MllamaForConditionalGeneration",
+    "lfm2": "Lfm2ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
 }
 # What a config.json of the family means when it leaves a key out.
 _MAX_POSITIONS: Mapping[Family, int] = {
@@ -41,7 +52,13 @@ _MAX_POSITIONS: Mapping[Family, int] = {
     "qwen2": 32_768,
     "qwen3": 32_768,
     "gemma3": 131_072,
+    "mllama": 131_072,
+    "lfm2": 128_000,
+    "gpt_oss": 131_072,
+    "llama4": 131_072,
 }
+_HEAD_DIMS: Mapping[Family, int] = {"gemma3": 256, "gpt_oss": 64, "llama4": 128}
+_EIGHT_KV_HEADS = ("mistral", "gpt_oss", "llama4")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -80,6 +97,9 @@ class ModelConfig:
 
     `attention_scale` multiplies q·k. `local_rope`: the rope of window layers where it differs. `eos_ids`: every id
     that ends generation, the main one first. `norm_offset`: added to stored norm weights (Gemma keeps w - 1).
+    `chunks[l]`: attention chunk of layer l in tokens, 0 = none; `roped[l]`: whether it rotates q and k. Both empty: as
+    for every layer 0 and True. `conv_layers[l]`: layer l is a short convolution over `conv_kernel` tokens in place of
+    attention; empty: none is.
     """
 
     family: Family
@@ -107,6 +127,14 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+    roped: tuple[bool, ...] = ()
+    mixture: Mixture | None = None
+    temperature: Temperature | None = None
+    vision: VisionConfig | None = None
+    conv_layers: tuple[bool, ...] = ()
+    conv_kernel: int = 0
+    conv_bias: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_positions"):
@@ -127,9 +155,17 @@ class ModelConfig:
 
     @property
     def kv_groups(self) -> tuple[int, ...]:
-        """KV group of each layer. Full layers are group 0; window layers 1, or 0 when there are no full ones."""
-        mixed = 0 in self.windows
-        return tuple(int(mixed and window > 0) for window in self.windows)
+        """KV group of each layer. Full layers are group 0; window, chunk and cross layers 1, or 0 when there are no
+        full ones."""
+        if self.vision is not None:
+            return tuple(int(layer in self.vision.cross_layers) for layer in range(self.layers))
+        spans = [window or chunk for window, chunk in zip(self.windows, self.layer_chunks, strict=True)]
+        return tuple(int(0 in spans and span > 0) for span in spans)
+
+    @property
+    def layer_chunks(self) -> tuple[int, ...]:
+        """`chunks`, one for each layer."""
+        return self.chunks or (0,) * self.layers
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -156,9 +192,15 @@ def config_from_hf(config: Json, generation: Json | None = None) -> ModelConfig:
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
         raise ModelLoadError(f"{architecture}: weights quantised by {method!r} are not supported; use GGUF instead")
     family = ARCHITECTURES[architecture]
+    whole = config
+    if family == "mllama":
+        config = text_part(config)
+    convs: tuple[bool, ...] = ()
+    if family == "lfm2":
+        convs, config = lfm2_config.conv_layers(config), lfm2_config.common_keys(config)
     heads, hidden = _int(config, "num_attention_heads"), _int(config, "hidden_size")
-    gemma = family == "gemma3"
-    head_dim = int(config.get("head_dim") or (256 if gemma else hidden // heads))
+    gemma, layers = family == "gemma3", _int(config, "num_hidden_layers")
+    head_dim = int(config.get("head_dim") or _HEAD_DIMS.get(family) or hidden // heads)
     max_positions = int(config.get("max_position_embeddings") or _MAX_POSITIONS[family])
     rope, local_rope = _ropes(config, family, head_dim, max_positions)
     _refuse_softcaps(config)
@@ -167,27 +209,35 @@ def config_from_hf(config: Json, generation: Json | None = None) -> ModelConfig:
         architecture=architecture,
         vocab_size=_int(config, "vocab_size"),
         hidden=hidden,
-        layers=_int(config, "num_hidden_layers"),
+        layers=layers,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or (8 if family == "mistral" else heads)),
+        kv_heads=int(config.get("num_key_value_heads") or (8 if family in _EIGHT_KV_HEADS else heads)),
         head_dim=head_dim,
-        ffn=_int(config, "intermediate_size"),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        ffn=_int(config, "intermediate_size_mlp" if family == "llama4" else "intermediate_size"),
+        norm_eps=float(config.get("rms_norm_eps", 1e-5 if family in ("gpt_oss", "llama4") else 1e-6)),
         rope=rope,
         local_rope=local_rope,
         tied_embeddings=bool(config.get("tie_word_embeddings", gemma)),
         max_positions=max_positions,
-        windows=_windows(config, family, _int(config, "num_hidden_layers"), max_positions),
+        windows=_windows(config, family, layers, max_positions),
         attention_scale=float(config.get("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
-        qkv_bias=family == "qwen2" or bool(config.get("attention_bias", False)),
-        o_bias=family != "qwen2" and bool(config.get("attention_bias", False)),
+        qkv_bias=family == "qwen2" or bool(config.get("attention_bias", family == "gpt_oss")),
+        o_bias=family != "qwen2" and bool(config.get("attention_bias", family == "gpt_oss")),
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=family in ("qwen3", "gemma3"),
+        qk_norm=family in ("qwen3", "gemma3") or (family == "llama4" and bool(config.get("use_qk_norm", True))),
         activation=_activation(config, gemma),
         embed_scale=float(hidden) ** 0.5 if gemma else 1.0,
         norm_offset=1.0 if gemma else 0.0,
         bos_id=config.get("bos_token_id"),
         eos_ids=eos_ids(config, generation or {}),
+        chunks=mixed_config.chunks(config, family, layers, max_positions),
+        roped=mixed_config.roped_layers(config, family, layers),
+        mixture=mixed_config.mixture(config, family, layers, _int(config, "intermediate_size")),
+        temperature=mixed_config.temperature(config, family),
+        vision=vision_part(whole, layers, _int(config, "vocab_size")) if family == "mllama" else None,
+        conv_layers=convs,
+        conv_kernel=lfm2_config.conv_kernel(config) if convs else 0,
+        conv_bias=bool(convs) and bool(config.get("conv_bias", False)),
     )
 
 
@@ -235,10 +285,10 @@ def _refuse_softcaps(config: Json) -> None:
 
 def _windows(config: Json, family: Family, layers: int, max_positions: int) -> tuple[int, ...]:
     """Window of each layer, 0 where attention is full or the window is as long as the context."""
-    window = config.get("sliding_window", 4096 if family in ("mistral", "gemma3") else None)
+    window = config.get("sliding_window", {"mistral": 4096, "gemma3": 4096, "gpt_oss": 128}.get(family))
     if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
         window = None
-    if family == "llama" or not window or window >= max_positions:
+    if family in ("llama", "llama4", "mllama") or not window or window >= max_positions:
         return (0,) * layers
     return tuple(int(window) if local else 0 for local in _local_layers(config, family, layers))
 
@@ -246,13 +296,13 @@ def _windows(config: Json, family: Family, layers: int, max_positions: int) -> t
 def _local_layers(config: Json, family: Family, layers: int) -> list[bool]:
     kinds = config.get("layer_types")
     if kinds is not None and family != "mistral":
-        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-        if unknown:
-            raise ModelLoadError(f"config.json: layer_types {unknown} are not supported")
+        mixed_config.check_kinds(kinds, ("full_attention", "sliding_attention"))
         return [kind == "sliding_attention" for kind in kinds]
     if family == "gemma3":
         pattern = int(config.get("sliding_window_pattern") or 6)
         return [(index + 1) % pattern != 0 for index in range(layers)]
+    if family == "gpt_oss":
+        return [index % 2 == 0 for index in range(layers)]
     first = int(config.get("max_window_layers", 28)) if family in ("qwen2", "qwen3") else 0
     return [index >= first for index in range(layers)]
 
@@ -262,7 +312,9 @@ def _ropes(config: Json, family: Family, dim: int, max_positions: int) -> tuple[
     parameters = dict(config.get("rope_parameters") or {})
     scaling = dict(config.get("rope_scaling") or {})
     if family != "gemma3":
-        theta = config.get("rope_theta") or 10_000.0
+        theta = config.get("rope_theta") or {"gpt_oss": 150_000.0, "llama4": 500_000.0}.get(family, 10_000.0)
+        if family == "gpt_oss" and not parameters and not scaling:
+            parameters = dict(mixed_config.GPT_OSS_ROPE)
         return _rope({"rope_theta": theta, **parameters, **scaling}, config, dim, max_positions), None
     full = {"rope_theta": config.get("rope_theta") or 1e6, **(parameters.get("full_attention") or {}), **scaling}
     theta = config.get("rope_local_base_freq") or 10_000.0

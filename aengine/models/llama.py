@@ -103,17 +103,28 @@ def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
             head_dim=config.head_dim,
             scale=config.attention_scale,
             window=window,
+            chunk=chunk,
         )
-        for layer, (group, window) in enumerate(zip(config.kv_groups, config.windows, strict=True))
+        for layer, (group, window, chunk) in enumerate(
+            zip(config.kv_groups, config.windows, config.layer_chunks, strict=True)
+        )
+    )
+
+
+def heads(ops: Ops, x: Tensor, qkv: Linear, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, D] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+    q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    q, k, v = ops.split(ops.linear(x, qkv), (q_size, kv_size, kv_size))
+    return (
+        q.view(-1, spec.heads, spec.head_dim),
+        k.view(-1, spec.kv_heads, spec.head_dim),
+        v.view(-1, spec.kv_heads, spec.head_dim),
     )
 
 
 def attend(ops: Ops, x: Tensor, layer: Layer, spec: AttentionSpec, rope: RopeTable, eps: float, b: StepBatch) -> Tensor:
     """Attention of normed hidden states x [T, D] -> [T, D], KV written."""
-    q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    q, k, v = ops.split(ops.linear(x, layer.qkv), (q_size, kv_size, kv_size))
-    q = q.view(-1, spec.heads, spec.head_dim)
-    k, v = (part.view(-1, spec.kv_heads, spec.head_dim) for part in (k, v))
+    q, k, v = heads(ops, x, layer.qkv, spec)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = ops.rms_norm(q, layer.q_norm, eps), ops.rms_norm(k, layer.k_norm, eps)
     q, k = ops.rope(q, b.positions, rope), ops.rope(k, b.positions, rope)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from aengine.kernels.ops import Model, Ops
+from aengine.kernels.ops import AttentionSpec, Model, Ops
 from aengine.models.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -24,16 +24,30 @@ from aengine.models.checkpoint import (
 from aengine.models.config import ModelConfig, config_from_folder
 from aengine.models.gguf import GGUFFile
 from aengine.models.gguf_config import config_from_gguf
+from aengine.models.llama import attention_specs
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
 from aengine.models.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
-__all__ = ["ModelFiles", "load_config", "load_model", "load_tokenizer", "open_checkpoint", "weights_digest"]
+__all__ = [
+    "ModelFiles",
+    "load_attention",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "open_checkpoint",
+    "weights_digest",
+]
 
 
 def load_config(files: ModelFiles) -> ModelConfig:
     """Raises ModelLoadError when the model is malformed or of an unsupported kind."""
     return config_from_gguf(GGUFFile(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
+
+
+def load_attention(files: ModelFiles) -> tuple[AttentionSpec, ...]:
+    """The attention layers, as the loaded model's `attention`, without reading weights."""
+    return attention_specs(load_config(files))
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:

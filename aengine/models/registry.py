@@ -16,7 +16,11 @@ from aengine.kernels.ops import Model, Ops
 from aengine.models.checkpoint import Checkpoint
 from aengine.models.config import Family, ModelConfig
 from aengine.models.gemma3 import Gemma3Model
+from aengine.models.gpt_oss import GptOssModel
+from aengine.models.lfm2 import Lfm2Model
 from aengine.models.llama import LlamaModel, Progress
+from aengine.models.llama4 import Llama4Model
+from aengine.models.mllama import MllamaModel
 
 
 class ModelClass(Protocol):
@@ -38,4 +42,8 @@ MODELS: Mapping[Family, ModelClass] = {
     "qwen2": LlamaModel,
     "qwen3": LlamaModel,
     "gemma3": Gemma3Model,
+    "mllama": MllamaModel,
+    "gpt_oss": GptOssModel,
+    "llama4": Llama4Model,
+    "lfm2": Lfm2Model,
 }

@@ -318,6 +318,11 @@ class PrefixCache:
     # -- questions -------------------------------------------------------------------------------------------------
 
     @property
+    def item_groups(self) -> tuple[int, ...]:
+        """Groups whose pages belong to media items."""
+        return tuple(rule.index for rule in self._items)
+
+    @property
     def capacity(self) -> tuple[int, ...]:
         """Pages of each group if it had the whole arena."""
         return self.pool.plan.capacity
@@ -327,6 +332,11 @@ class PrefixCache:
         return self.pool.plan.peak_pages(
             total_tokens, media_tokens=media_tokens, in_flight_tokens=self.in_flight_tokens
         )
+
+    def media_pages(self, media_tokens: Sequence[int]) -> tuple[int, ...]:
+        """Pages of each group for items of that many entries alone."""
+        pages = self.needed_pages(0, media_tokens)
+        return tuple(need if index in self.item_groups else 0 for index, need in enumerate(pages))
 
     def fits(self, total_tokens: int, media_tokens: Sequence[int] = ()) -> bool:
         """Whether such a sequence could run to its end alone; the start-up sizer asks the same function."""

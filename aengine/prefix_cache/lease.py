@@ -117,5 +117,9 @@ class Lease:
         """Of a Cross or Media group: the first table column of each media item, -1 while it has none."""
         return tuple(self.holds[group].columns)
 
+    def item_pages(self, group: int, item: int) -> tuple[int, ...]:
+        """Of a Cross or Media group: the pages that one media item holds, in order."""
+        return tuple(page.id for page in self.holds[group].pages[item])
+
     def __repr__(self) -> str:
         return f"<lease {self.handle}: {self.tokens_ready}/{self.known} tokens, {self.cached_tokens} cached>"

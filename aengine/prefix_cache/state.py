@@ -98,6 +98,8 @@ class StateRules:
     def name_tail(self, lease: Lease, hold: StateHold, tokens: int, key: bytes, step: int) -> None:
         """At release: name the state after the last launched position."""
         page = hold.write
+        if page is None and hold.read_at == tokens:  # a hit, or the state before rejected drafts, not continued
+            page = hold.read
         if page is not None and page.key is None and self.pool.publish(page, key):
             self.journal.record(page, lease.serial, step)
 

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from aengine.types import Bools, Int32s, Int64s, SlotSetup, StepPlan, TableDelta
+from aengine.types import Bools, Int32s, Int64s, MediaPlacement, SlotSetup, StepPlan, TableDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Staged:
     tables: tuple[TableDelta, ...]
     setups: tuple[SlotSetup, ...]
     zero: tuple[int, ...]
+    media: tuple[MediaPlacement, ...]
     prompt_logprobs: Mapping[int, Int32s]
     buffers: _Buffers
 
@@ -91,6 +92,7 @@ def _copy(plan: StepPlan, buffers: _Buffers) -> Staged:
         tables=plan.tables,
         setups=plan.setups,
         zero=plan.zero,
+        media=plan.media,
         prompt_logprobs={row: targets.copy() for row, targets in plan.prompt_logprobs.items()},
         buffers=buffers,
     )

@@ -86,9 +86,10 @@ class SlotRules:
     def _penalise(self, row: Tensor, seen: Tensor) -> None:
         params = self._sampling
         if params.repetition_penalty != 1.0:
-            logits = row[seen]
+            ids = seen[seen < self._vocab_size]  # image placeholders lie above
+            logits = row[ids]
             factor = params.repetition_penalty
-            row[seen] = torch.where(logits > 0, logits / factor, logits * factor)  # a repeated id writes one value
+            row[ids] = torch.where(logits > 0, logits / factor, logits * factor)  # a repeated id writes one value
         if params.frequency_penalty or params.presence_penalty:
             ids, counts = torch.unique(seen[self._prompt_tokens :], return_counts=True)
             row[ids] = row[ids] - params.frequency_penalty * counts - params.presence_penalty

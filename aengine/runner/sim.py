@@ -4,7 +4,8 @@ Owns: simulated KV pages holding token ids, block tables and relay by slot, and 
 Does not know: scheduling, text, torch.
 Invariants: a sampled token is a function of all token ids found through the block table, and of the request's seed; so
 a wrong, stale, early-reused or unwritten page changes the output. Pages of a window group hold ids too, and only
-positions inside the window are read. Nothing is read when a step is staged: all of it happens when it runs.
+positions inside the window are read; a page of a state group holds the digest of all tokens so far. Nothing is read
+when a step is staged: all of it happens when it runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from aengine.runner.sim_state import SimStates, State, digest
 from aengine.types import Int32s, Int64s, Logprobs, SlotSetup, StepPlan, StepResult
 
 _UNWRITTEN = -7
@@ -25,11 +27,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SimGroup:
-    """One KV group: `window` 0 is full attention. `pages` counts page ids, the null page included."""
+    """One KV group: `window` 0 is full attention. `pages` counts page ids, the null page included. `state`: recurrent
+    state, one page for a whole sequence; then another group must have full attention."""
 
     pages: int
     page_tokens: int
     window: int = 0
+    state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,9 @@ class SimExecutor:
         token: Callable[[Int32s, int, int], int] = sim_token,
     ) -> None:
         self._groups = tuple(groups)
-        self._kv = [np.full((g.pages, g.page_tokens), _UNWRITTEN, np.int32) for g in groups]
-        columns = [-(-max_tokens // g.page_tokens) for g in groups]
+        self._kv = [np.full((0 if g.state else g.pages, g.page_tokens), _UNWRITTEN, np.int32) for g in groups]
+        self._states = {index: SimStates(g.pages) for index, g in enumerate(groups) if g.state}
+        columns = [2 if g.state else -(-max_tokens // g.page_tokens) for g in groups]
         self.tables = [np.zeros((max_seqs, n), np.int32) for n in columns]
         self._relay = np.full(max_seqs, -1, np.int32)
         self._setups: dict[int, SlotSetup] = {}
@@ -122,6 +127,8 @@ class SimExecutor:
         inputs = self._inputs(plan)
         for row, ids in enumerate(inputs):
             self._write(plan, row, ids)
+        for group, states in self._states.items():
+            states.run(plan, self.tables[group], inputs)
         for row, ids in enumerate(inputs):
             sampled = self._sample(plan, row, ids)
             counts[row] = len(sampled)
@@ -147,6 +154,8 @@ class SimExecutor:
         slot, start = int(plan.slots[row]), int(plan.starts[row])
         positions = np.arange(start, start + len(ids))
         for group, kv, table in zip(self._groups, self._kv, self.tables, strict=True):
+            if group.state:
+                continue
             pages = table[slot, positions // group.page_tokens]
             kv[pages, positions % group.page_tokens] = np.where(pages == 0, _UNWRITTEN, ids)
 
@@ -157,21 +166,27 @@ class SimExecutor:
         setup = self._setups[slot]
         seed = 0 if setup.sampling.greedy else setup.seed
         sampled: list[int] = []
+        states = self._states.values()
         first = start + len(ids) - samples
         for i in range(samples):
-            token = self._next(slot, first + i, seed)
+            token = self._next(slot, first + i, seed, [s.after(row, first + i + 1 - start) for s in states])
             sampled.append(token)
             if i + 1 < samples and token != ids[i + 1]:
                 break
         return sampled
 
-    def _next(self, slot: int, position: int, seed: int) -> int:
-        """The token after `position`, from what every group's pages hold."""
+    def _next(self, slot: int, position: int, seed: int, states: Sequence[State]) -> int:
+        """The token after `position`, from what every group's pages hold and `states` say."""
+        groups = [group for group in self._groups if not group.state]
         views = [
-            self._read(g, kv, t[slot], position) for g, kv, t in zip(self._groups, self._kv, self.tables, strict=True)
+            self._read(g, kv, t[slot], position)
+            for g, kv, t in zip(self._groups, self._kv, self.tables, strict=True)
+            if not g.state
         ]
-        whole = next((view for g, view in zip(self._groups, views, strict=True) if not g.window), views[0])
-        for group, view in zip(self._groups, views, strict=True):
+        whole = next((view for g, view in zip(groups, views, strict=True) if not g.window), views[0])
+        if any(state != digest(whole) for state in states):
+            whole = np.concatenate([whole, whole])  # a wrong state: spoil the token
+        for group, view in zip(groups, views, strict=True):
             if group.window and not np.array_equal(view, whole[-len(view) :]):
                 whole = np.concatenate([whole, view])  # a wrong window page: spoil the token
         return self._token(whole, self._vocab, seed)

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aengine.kernels.ops import LayerKV, Model, Ops, StepBatch
+from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, Ops, StepBatch
 from aengine.runner.batch import SamplePoints, Staged, Staging, Tokens, lay_out, sample_points
 from aengine.runner.logprobs import join_logprobs, make_logprobs
+from aengine.runner.media import SlotMedia
 from aengine.runner.sampler import Sampled, Sampler
 from aengine.types import Int32s, Logprobs, SlotSetup, StepPlan, StepResult, TableDelta
 
@@ -50,7 +51,8 @@ class TorchExecutor:
     """`Executor` of a torch model.
 
     `kv[l]` are the pages of the model's attention layer l; `table_columns[g]` is how many pages a sequence of
-    `max_model_len` tokens has in group g; `max_num_seqs` is the number of slots. `zero` zeroes large pages of the arena.
+    `max_model_len` tokens has in group g; `max_num_seqs` is the number of slots. `zero` zeroes large pages of the
+    arena. `states[l]` are the pages of recurrent layer l, whose groups have 2 table columns.
     """
 
     def __init__(
@@ -64,15 +66,22 @@ class TorchExecutor:
         *,
         device: torch.device | None = None,
         zero: Callable[[Sequence[int]], None] | None = None,
+        states: Sequence[LayerState] = (),
     ) -> None:
         self._model = model
         self._zero_pages = zero
         self._ops = ops
         self._kv = tuple(kv)
+        self._states = tuple(states)
         self._device = device or torch.device("cpu")
         self._staging = Staging(STAGING_SETS)
         self._tables = tuple(self._zeros(max_num_seqs, columns) for columns in table_columns)
         self._relay = self._zeros(max_num_seqs).fill_(POISON)
+        self._media: SlotMedia | None = None
+        self._input_vocab = model.vocab_size
+        if isinstance(model, MediaModel):
+            self._media = SlotMedia(model, ops, self._kv, max_num_seqs, self._device)
+            self._input_vocab = model.input_vocab
         self._sampler = Sampler(max_num_seqs, model.vocab_size, max_model_len, self._device)
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -96,6 +105,8 @@ class TorchExecutor:
         width = max(1, int(staged.samples.max(initial=0)))
         rows = len(staged.slots)
         outcome = _Outcome(np.zeros((rows, width), dtype=np.int32), np.zeros(rows, dtype=np.int32))
+        if staged.media:
+            self._place_media(staged, outcome)
         batch = self._batch(staged, tokens, outcome)
         hidden = self._model.forward(self._ops, batch)
         for row, targets in staged.prompt_logprobs.items():
@@ -119,15 +130,25 @@ class TorchExecutor:
             for table in self._tables:
                 table[setup.slot] = 0
             self._sampler.setup(setup)
+            if self._media is not None:
+                self._media.vacate(setup.slot)
         for delta in deltas:
             pages = torch.tensor(delta.pages, dtype=torch.int32, device=self._device)
             self._tables[delta.group][delta.slot, delta.first : delta.first + len(pages)] = pages
+
+    def _place_media(self, staged: Staged, outcome: _Outcome) -> None:
+        assert self._media is not None, f"step {staged.step} brings images to a model that takes none"
+        slots = staged.slots.tolist()
+        for slot, message in self._media.place(staged.media).items():
+            if slot in slots:
+                outcome.failed[slots.index(slot)] = message
 
     # ---- inputs
 
     def _batch(self, staged: Staged, tokens: Tokens, outcome: _Outcome) -> StepBatch:
         slots = self._to_device(staged.slots)
         context = staged.starts + staged.counts
+        counts, starts = tuple(staged.counts.tolist()), tuple(staged.starts.tolist())
         return StepBatch(
             ids=self._ids(staged, tokens, outcome),
             positions=self._to_device(tokens.positions.astype(np.int32)),
@@ -135,9 +156,11 @@ class TorchExecutor:
             context=self._to_device(context),
             tables=tuple(table.index_select(0, slots) for table in self._tables),
             kv=self._kv,
+            states=self._states,
             max_context=int(context.max(initial=0)),
-            host_counts=tuple(staged.counts.tolist()),
-            host_starts=tuple(staged.starts.tolist()),
+            host_counts=counts,
+            host_starts=starts,
+            cross=None if self._media is None else self._media.batch(staged.slots.tolist(), starts, counts),
         )
 
     def _ids(self, staged: Staged, tokens: Tokens, outcome: _Outcome) -> Tensor:
@@ -147,13 +170,13 @@ class TorchExecutor:
         if relayed.size:
             slots = self._to_device(staged.slots[relayed].astype(np.int64))
             ids[self._to_device(tokens.offsets[relayed])] = self._relay[slots]
-        unusable = (ids < 0) | (ids >= self._model.vocab_size)
+        unusable = (ids < 0) | (ids >= self._input_vocab)
         for token in unusable.nonzero().squeeze(1).tolist():
             row = int(tokens.rows[token])
             if staged.relay[row]:
                 message = f"slot {staged.slots[row]} has no sampled token to go on from"
             else:
-                message = f"token id {int(ids[token])} is outside the vocabulary of {self._model.vocab_size}"
+                message = f"token id {int(ids[token])} is outside the vocabulary of {self._input_vocab}"
             outcome.failed.setdefault(row, message)
         return ids.masked_fill_(unusable, 0)
 

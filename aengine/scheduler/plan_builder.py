@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from aengine.scheduler.columns import Columns
-from aengine.types import Bools, Int32s, Int64s, SlotSetup, StepPlan, TableDelta
+from aengine.types import Bools, Int32s, Int64s, MediaPlacement, SlotSetup, StepPlan, TableDelta
 
 _NO_SLOTS = np.zeros(0, np.int64)
 
@@ -26,6 +26,7 @@ class PlanBuilder:
         self._samples: list[int] = []
         self._drafts: dict[int, Int32s] = {}
         self._targets: dict[int, Int32s] = {}  # by slot
+        self._pinned: list[int] = []
         self.held: list[int] = []
 
     def decode(self, slots: Int64s) -> None:
@@ -47,13 +48,19 @@ class PlanBuilder:
 
     def has_row(self, slot: int) -> bool:
         """Whether the step has a row for `slot` that can no longer be left out (its pages may be published)."""
-        return slot in self._slots
+        return slot in self._slots or slot in self._pinned
+
+    def pin(self, slot: int) -> None:
+        """A decode row that can no longer be left out."""
+        self._pinned.append(slot)
 
     def hold(self, slot: int) -> None:
         """Keep a slot out of this step, so that it can be preempted once it is not in flight."""
         self.held.append(slot)
 
-    def build(self, tables: list[TableDelta], setups: list[SlotSetup], zero: list[int]) -> StepPlan | None:
+    def build(
+        self, tables: list[TableDelta], setups: list[SlotSetup], zero: list[int], media: list[MediaPlacement]
+    ) -> StepPlan | None:
         c = self._columns
         decode = self._decode
         if self.held:
@@ -78,6 +85,7 @@ class PlanBuilder:
             setups=tuple(setups),
             prompt_logprobs=self._targets_by_row(slots),
             zero=tuple(zero),
+            media=tuple(media),
         )
 
     def _row_ids(self, slot: int, count: int) -> Int32s:

@@ -145,10 +145,10 @@ def _accept_drafts(scheduler: Scheduler, plan: StepPlan, row: int, result: StepR
         if ended:
             break
     scheduler.accepted_tokens += max(0, kept - 1)
-    c.scheduled[slot] = c.computed[slot] = start + kept
     c.drafting[slot] = False
     assert sequence.lease is not None
-    scheduler.cache.rollback(sequence.lease, start + kept, last_step=plan.step)
+    frontier = scheduler.cache.rollback(sequence.lease, start + kept, last_step=plan.step)
+    c.scheduled[slot] = c.computed[slot] = frontier  # before start + kept where a state must be computed again
     c.capacity[slot] = sequence.lease.capacity_tokens
     return ended
 

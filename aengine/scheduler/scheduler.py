@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from operator import add
 
 import msgspec
 import numpy as np
@@ -20,7 +21,9 @@ from aengine.prefix_cache import Grown, Lease, PrefixCache
 from aengine.scheduler.chunks import share_budget
 from aengine.scheduler.columns import Columns
 from aengine.scheduler.drafts import Drafter
+from aengine.scheduler.media import MediaBook, media_items
 from aengine.scheduler.plan_builder import PlanBuilder
+from aengine.scheduler.recurrent import draft_room, has_state, ready_rows
 from aengine.scheduler.results import OutputBuilder, commit_rows
 from aengine.scheduler.sequence import Sequence, WaitingRoom
 from aengine.types import (
@@ -72,6 +75,7 @@ class Scheduler:
         self._budget_tokens = budget_tokens
         self.page_tokens = page_tokens
         self._drafter = drafter
+        self._recurrent = has_state(cache)
         self._step = 0
         self._in_flight: deque[StepPlan] = deque()
         self._by_handle: dict[int, Sequence] = {}
@@ -88,6 +92,7 @@ class Scheduler:
         self._tables: list[TableDelta] = []  # for the next plan: even a step that is not built may have changed tables
         self._setups: list[SlotSetup] = []
         self._zero: list[int] = []
+        self._media = MediaBook(cache.item_groups)
 
     # ---- verbs
 
@@ -114,10 +119,10 @@ class Scheduler:
         self._plan_decodes(build)
         self._plan_prefills(build)
         self._zero.extend(self.cache.pool.drain_retyped())
-        plan = build.build(self._tables, self._setups, self._zero)
+        plan = build.build(self._tables, self._setups, self._zero, self._media.pending)
         if plan is None:
             return None
-        self._tables, self._setups, self._zero = [], [], []
+        self._tables, self._setups, self._zero, self._media.pending = [], [], [], []
         self._step = plan.step
         self._in_flight.append(plan)
         self.columns.launched(plan)
@@ -199,7 +204,11 @@ class Scheduler:
             return False
         sequence = self.at(slot)
         upto = int(self.columns.scheduled[slot]) + 1
-        return self._grow(sequence, upto, build) is not None
+        if self._grow(sequence, upto, build) is None:
+            return False
+        if self._recurrent:  # growth may have published a page that this row fills, and names a state it will write
+            build.pin(slot)
+        return True
 
     def _plan_drafts(self, slots: Int64s, build: PlanBuilder) -> Int64s:
         """Give drafts to the rows the drafter has a guess for; returns the other rows."""
@@ -212,11 +221,13 @@ class Scheduler:
             known = int(c.known[slot])
             rows_left -= 1
             most = min(int(c.limit[slot]) - known - 1, build.left - rows_left - len(plain) - 1)
+            if self._recurrent and sequence.lease is not None:
+                most = min(most, draft_room(sequence.lease, int(c.scheduled[slot]), known))
             if most <= 0 or sequence.request.sampling.needs_history or sequence.slot in build.held:
                 plain.append(slot)
                 continue
             drafts = self._drafter.propose(c.tokens[slot, :known], most)
-            if not len(drafts) or self._try_grow(sequence, known + len(drafts), build.step).short:
+            if not len(drafts) or self._try_grow(sequence, known + len(drafts), build.step, len(drafts)).short:
                 plain.append(slot)
                 continue
             self._drafted_tokens += len(drafts)
@@ -233,6 +244,8 @@ class Scheduler:
         unfed = order[(total - c.scheduled[order] > 1) & ~c.paused[order]]
         fresh = self._admit()
         rows = sorted([self.at(slot) for slot in unfed.tolist()] + fresh, key=lambda s: s.key)
+        if self._recurrent:
+            rows = ready_rows(rows, c)
         remaining = [int(c.known[s.slot] - c.scheduled[s.slot]) for s in rows]
         shares = share_budget(remaining, build.left, self.page_tokens)
         for sequence, share in zip(rows, shares, strict=True):
@@ -243,9 +256,10 @@ class Scheduler:
         """One chunk of at most `share` tokens, after whatever others have prefilled of the same prompt meanwhile."""
         c, slot = self.columns, sequence.slot
         known = int(c.known[slot])
+        assert sequence.lease is not None
         while True:
             start = int(c.scheduled[slot])
-            upto = min(start + share, known)
+            upto = min(start + share, known, sequence.lease.next_boundary(start))
             grown = self._grow(sequence, upto, build)
             if grown is None:
                 return
@@ -262,26 +276,35 @@ class Scheduler:
     def _admit(self) -> list[Sequence]:
         """Give slots to waiting sequences while a slot is free and their whole prompt has room."""
         fresh: list[Sequence] = []
-        owed = self._owed_tokens()
+        if not self._free_slots or not len(self.waiting):
+            return fresh
+        owed, items = self._owed_pages(), self._media.owed()
         while self._free_slots:
             sequence = self.waiting.head()
             if sequence is None or self._blocked == (sequence.request.handle, self._room_version):
                 break
             lease = self._acquire(sequence, self._free_slots[-1])
-            need = len(sequence.ids) + 1 - lease.cached_tokens
-            if not self.cache.has_room(owed + need):
+            lacking = self._media.lacking(lease, beside=items)
+            need = self.cache.needed_pages(len(sequence.ids) + 1 - lease.cached_tokens, tuple(lacking.values()))
+            wanted = tuple(map(add, owed, need))
+            if self.cache.pool.shortage(wanted) is not None:
                 self.cache.release(lease, last_step=0)
                 self._blocked = (sequence.request.handle, self._room_version)
                 break
-            owed += need
+            owed = wanted
+            items |= lacking
             self._start(self.waiting.pop(), lease)
             fresh.append(sequence)
         return fresh
 
-    def _owed_tokens(self) -> int:
-        """Prompt tokens of running sequences that have no pages yet."""
+    def _owed_pages(self) -> tuple[int, ...]:
+        """Pages of each group for the known tokens and items of running sequences that have none yet."""
         c, order = self.columns, self._order
-        return int(np.maximum(c.known[order] - np.maximum(c.capacity[order], c.scheduled[order]), 0).sum())
+        tokens = c.known[order] - np.maximum(c.capacity[order], c.scheduled[order])
+        owed = (0,) * len(self.cache.capacity)
+        for count in tokens[tokens > 0].tolist():
+            owed = tuple(map(add, owed, self.cache.needed_pages(count)))
+        return tuple(map(add, owed, self.cache.media_pages(tuple(self._media.owed().values()))))
 
     def _acquire(self, sequence: Sequence, slot: int) -> Lease:
         request, known = sequence.request, len(sequence.ids)
@@ -295,6 +318,7 @@ class Scheduler:
             adapter=request.adapter,
             cause="resume" if sequence.admitted else request.cause,
             max_hit=sequence.prompt_logprobs_done if sequence.wants_prompt_logprobs else None,
+            media=media_items(request),
         )
 
     def _start(self, sequence: Sequence, lease: Lease) -> None:
@@ -308,6 +332,7 @@ class Scheduler:
         self._keys.insert(at, sequence.key)
         self._order = np.insert(self._order, at, slot)
         self._setups.append(self._setup(sequence))
+        self._media.start(slot, sequence.request, lease)
         if not sequence.admitted:
             sequence.admitted = True
             self.outputs.admitted(sequence.request.handle, lease.cached_tokens)
@@ -336,12 +361,15 @@ class Scheduler:
             if not self._make_room(sequence, grown.short, build):
                 return None
 
-    def _try_grow(self, sequence: Sequence, upto: int, step: int) -> Grown:
+    def _try_grow(self, sequence: Sequence, upto: int, step: int, drafts: int = 0) -> Grown:
         c, slot = self.columns, sequence.slot
         assert sequence.lease is not None
-        grown = self.cache.grow(sequence.lease, upto, step, int(c.known[slot]), start=int(c.scheduled[slot]))
+        start, known = int(c.scheduled[slot]), int(c.known[slot])
+        grown = self.cache.grow(sequence.lease, upto, step, known, start=start, drafts=drafts)
         for group, first, pages in grown.deltas:
-            self._tables.append(TableDelta(slot, group, first, pages))
+            if group not in self._media.groups:
+                self._tables.append(TableDelta(slot, group, first, pages))
+        self._media.grown(slot, grown)
         c.capacity[slot] = sequence.lease.capacity_tokens
         return grown
 
@@ -412,6 +440,7 @@ class Scheduler:
         scheduled = int(c.scheduled[slot])
         self.cache.release(sequence.lease, last_step=last_step, keep=keep, scheduled=scheduled)
         c.vacate(slot)
+        self._media.stop(slot)
         at = bisect.bisect_left(self._keys, sequence.key)
         del self._keys[at]
         self._order = np.delete(self._order, at)

@@ -32,7 +32,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     head = JobHead.new("chatcmpl", model, context.fingerprint())
     context.ready()  # rendering took its time in a thread; the server may have begun to drain
     try:
-        job = await submit(engine, head, [prompt.ids], sampling, priority=body.priority, cache_salt=body.cache_salt)
+        job = await submit(
+            engine,
+            head,
+            [prompt.ids],
+            sampling,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            images=prompt.images,
+        )
     except InvalidRequest as error:
         raise _as_sent(error, body) from None
     async with job:

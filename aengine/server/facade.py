@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from aengine.types import OutputDelta, SamplingParams, TokenLogprob
+from aengine.types import MediaInput, OutputDelta, SamplingParams, TokenLogprob
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
@@ -29,6 +29,8 @@ class ModelFacts(Protocol):
     def eos_ids(self) -> Sequence[int]: ...
     @property
     def has_chat_template(self) -> bool: ...
+    @property
+    def takes_images(self) -> bool: ...
     @property
     def created(self) -> int: ...  # unix seconds
 
@@ -122,7 +124,9 @@ class Engine(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         adapter: str = "",
+        images: Sequence[MediaInput] = (),
     ) -> Stream: ...
+    async def read_images(self, sources: Sequence[str]) -> Sequence[MediaInput]: ...  # data: URLs; InvalidRequest
     def abort(self, request_id: str) -> bool: ...
     def health(self) -> HealthView: ...
     async def reset_prefix_cache(self) -> None: ...

@@ -21,7 +21,7 @@ import msgspec
 
 from aengine.errors import AengineError, NotReady, StepFailed
 from aengine.server.facade import Engine, Stream
-from aengine.types import FinishReason, OutputDelta, SamplingParams, TokenLogprob
+from aengine.types import FinishReason, MediaInput, OutputDelta, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +174,17 @@ async def submit(
     *,
     priority: int | None,
     cache_salt: str | None,
+    images: Sequence[MediaInput] = (),
 ) -> Job:
-    """Submits all prompts or none; raises what `Engine.submit` raises."""
+    """Submits all prompts or none; raises what `Engine.submit` raises. `images` belong to the only prompt."""
     streams: list[Stream] = []
     try:
         for i, ids in enumerate(prompts):
             name = head.id if len(prompts) == 1 else f"{head.id}-{i}"
             streams.append(
-                engine.submit(ids, sampling, request_id=name, priority=priority or 0, cache_salt=cache_salt or "")
+                engine.submit(
+                    ids, sampling, request_id=name, priority=priority or 0, cache_salt=cache_salt or "", images=images
+                )
             )
     except AengineError:
         for stream in streams:

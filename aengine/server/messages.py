@@ -2,7 +2,8 @@
 
 Owns: roles, content forms, tool definitions and their checks; the arguments of a template call.
 Does not know: templates themselves, token ids, sampling.
-Invariants: templates get plain dicts with string content only; a fault names messages[i] and its field.
+Invariants: templates get plain dicts with string content, or with text and image parts where there are images; a fault
+names messages[i] and its field.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from aengine.server.schemas import ContentPart, Message, ToolCall
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_IMAGE_PARTS = ("image_url", "input_image")
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"))
 
 
@@ -52,11 +54,12 @@ class TemplateCall(TypedDict):
     kwargs: dict[str, Any] | None
 
 
-def template_messages(messages: Sequence[Message] | None) -> list[dict[str, Any]]:
-    """Checked messages as dicts; raises InvalidRequest."""
+def template_messages(messages: Sequence[Message] | None, images: list[str] | None = None) -> list[dict[str, Any]]:
+    """Checked messages as dicts; raises InvalidRequest. The data: URLs of image parts are appended to `images`; None:
+    the model takes text only."""
     if not messages:
         raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
 
 
 def template_call(body: Templated) -> TemplateCall:
@@ -91,13 +94,13 @@ def _template_kwargs(body: Templated) -> dict[str, Any] | None:
     return kwargs or None
 
 
-def _message(message: Message, path: str) -> dict[str, Any]:
+def _message(message: Message, path: str, images: list[str] | None) -> dict[str, Any]:
     if message.role not in _ROLES:
         role = shorten(message.role, 40)
         raise InvalidRequest(f"{path}.role is {role!r}, not one of {', '.join(_ROLES)}", param=f"{path}.role")
     # Templates know "system"; "developer" is OpenAI's later name of the same role.
     role = "system" if message.role == "developer" else message.role
-    out: dict[str, Any] = {"role": role, "content": _content(message, path)}
+    out: dict[str, Any] = {"role": role, "content": _content(message, path, images)}
     if message.tool_calls:
         out["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     for name in ("name", "tool_call_id"):
@@ -109,7 +112,8 @@ def _message(message: Message, path: str) -> dict[str, Any]:
     return out
 
 
-def _content(message: Message, path: str) -> str:
+def _content(message: Message, path: str, images: list[str] | None) -> str | list[dict[str, str]]:
+    """One string; or, where a part is an image, the parts."""
     content = message.content
     if isinstance(content, str):
         return content
@@ -117,10 +121,27 @@ def _content(message: Message, path: str) -> str:
         if message.role != "assistant":  # an assistant that only called tools has none
             raise InvalidRequest(f"{path}.content is missing", param=f"{path}.content")
         return ""
-    return "\n".join(_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+    if images is not None and any(part.type in _IMAGE_PARTS for part in content):
+        return [_part(part, f"{path}.content[{i}]", images) for i, part in enumerate(content)]
+    return "\n".join(_text(part, f"{path}.content[{i}]") for i, part in enumerate(content))
 
 
-def _part(part: ContentPart, path: str) -> str:
+def _part(part: ContentPart, path: str, images: list[str]) -> dict[str, str]:
+    if part.type not in _IMAGE_PARTS:
+        return {"type": "text", "text": _text(part, path)}
+    url = part.image_url if isinstance(part.image_url, str | None) else part.image_url.url
+    if url is None:
+        raise InvalidRequest(f"{path}.image_url is missing", param=f"{path}.image_url")
+    if url[:5].lower() != "data:":
+        raise InvalidRequest(
+            f"{path}.image_url {shorten(url, 60)!r} is no data: URL; nothing is fetched here, so send the image itself",
+            param=f"{path}.image_url",
+        )
+    images.append(url)
+    return {"type": "image"}
+
+
+def _text(part: ContentPart, path: str) -> str:
     if part.type == "refusal":
         return part.text or ""
     if part.type not in _TEXT_PARTS:

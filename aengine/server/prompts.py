@@ -7,6 +7,7 @@ Invariants: nothing is cut unless truncate_prompt_tokens asked for it; every pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,27 +16,31 @@ from aengine.server.facade import Engine, Text
 from aengine.server.messages import template_call, template_messages
 from aengine.server.sampling import check_token_ids
 from aengine.server.schemas import ChatBody, CompletionBody
+from aengine.types import MediaInput
 
 MAX_PROMPTS = 1_024  # the default waiting room; a longer list would be refused as "try again later" for ever
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is the prompt as sent, None where it came as ids or was truncated."""
+    """`text` is the prompt as sent, None where it came as ids or was truncated. `images`: one per placeholder."""
 
     ids: list[int]
     text: str | None = None
+    images: Sequence[MediaInput] = ()
 
 
 async def chat_prompt(body: ChatBody, engine: Engine, max_tokens: int | None) -> Prompt:
     """Renders and encodes the messages; raises InvalidRequest."""
-    messages, call = template_messages(body.messages), template_call(body)
+    urls = image_list(engine)
+    messages, call = template_messages(body.messages, urls), template_call(body)
     if body.add_special_tokens:  # templates write the special tokens themselves, so this is a wish of its own
         text = await engine.text.render_chat(messages, **call)
         ids = await engine.text.encode(text, add_special_tokens=True)
     else:
         ids = await engine.text.encode_chat(messages, **call)
-    return _truncated(Prompt(ids), "messages", body.truncate_prompt_tokens, _room(engine, max_tokens))
+    images = await engine.read_images(urls) if urls else ()
+    return _truncated(Prompt(ids, images=images), "messages", body.truncate_prompt_tokens, _room(engine, max_tokens))
 
 
 async def completion_prompts(body: CompletionBody, engine: Engine, max_tokens: int | None) -> list[Prompt]:
@@ -44,6 +49,11 @@ async def completion_prompts(body: CompletionBody, engine: Engine, max_tokens: i
     prompts = await _prompts(body.prompt, engine, special)
     room = _room(engine, max_tokens)
     return [_truncated(prompt, "prompt", body.truncate_prompt_tokens, room) for prompt in prompts]
+
+
+def image_list(engine: Engine) -> list[str] | None:
+    """Where `template_messages` puts the images; None when the model takes none."""
+    return [] if engine.model.takes_images else None
 
 
 def _room(engine: Engine, max_tokens: int | None) -> int:
@@ -90,4 +100,4 @@ def _truncated(prompt: Prompt, param: str, keep: int | None, room: int) -> Promp
         keep = room
     if keep < 1:
         raise InvalidRequest(f"truncate_prompt_tokens is {keep}, not -1 or above 0", param="truncate_prompt_tokens")
-    return prompt if len(prompt.ids) <= keep else Prompt(prompt.ids[-keep:])
+    return prompt if len(prompt.ids) <= keep else Prompt(prompt.ids[-keep:], images=prompt.images)

@@ -60,11 +60,16 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
 
 
+class ImageUrl(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+
+
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a message's content. Parts other than text are decoded only as far as their type."""
+    """One part of a message's content. Parts other than text and images are decoded only as far as their type."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from aengine.server.context import CONTEXT
 from aengine.server.envelope import json_response
 from aengine.server.facade import Engine
 from aengine.server.messages import template_call, template_messages
-from aengine.server.prompts import chat_prompt
+from aengine.server.prompts import chat_prompt, image_list
 from aengine.server.sampling import chat_sampling, check_token_ids
 from aengine.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
 
@@ -40,7 +40,7 @@ async def _token_ids(body: TokenizeBody, engine: Engine) -> list[int]:
     if body.prompt is not None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
         return await engine.text.encode(body.prompt, add_special_tokens=special)
-    messages, call = template_messages(body.messages), template_call(body)
+    messages, call = template_messages(body.messages, image_list(engine)), template_call(body)
     if body.add_special_tokens:
         return await engine.text.encode(await engine.text.render_chat(messages, **call), add_special_tokens=True)
     return await engine.text.encode_chat(messages, **call)
@@ -77,5 +77,5 @@ async def render(request: web.Request) -> web.StreamResponse:
     body = (await read_body(request, ChatBody)).value
     model = context.served_name(body.model)
     prompt = await chat_prompt(body, engine, chat_sampling(body, engine.model.vocab_size).max_tokens)
-    text = await engine.text.render_chat(template_messages(body.messages), **template_call(body))
+    text = await engine.text.render_chat(template_messages(body.messages, image_list(engine)), **template_call(body))
     return json_response({"model": model, "prompt": text, "token_ids": prompt.ids, "count": len(prompt.ids)})

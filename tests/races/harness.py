@@ -6,13 +6,14 @@ tables. So any page, slot or table that is used too early changes a token.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from aengine.memory import Full, Pool, Window, attention_group, plan
+from aengine.memory import Full, GroupPlan, GroupSpec, LayerSpec, Part, Pool, State, Window, attention_group, plan
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.sim import SimExecutor, SimGroup, sim_token
 from aengine.scheduler import Scheduler
@@ -29,7 +30,8 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True)
 class Setting:
-    """`window` 0: one full-attention group; else a second group with that window."""
+    """`window` 0: one full-attention group; else a second group with that window. `state` > 0: recurrent state too, its
+    checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens."""
 
     depth: int = 1
     pages: int = 40
@@ -37,6 +39,9 @@ class Setting:
     budget: int = 16
     requests: int = 16
     window: int = 0
+    state: int = 0
+    page: int = PAGE
+    grid: int = 4096
     draft: float = 0.0
     abort: float = 0.05
     fail: float = 0.0
@@ -103,15 +108,23 @@ class Device:
 
 
 def make_pool(s: Setting) -> tuple[Pool, list[SimGroup]]:
-    specs = [attention_group("full", Full(), 1, kv_heads=1, head_dim=16, dtype="float32", tokens_per_page=PAGE)]
+    specs = [attention_group("full", Full(), 1, kv_heads=1, head_dim=16, dtype="float32", tokens_per_page=s.page)]
     if s.window:
         window = attention_group(
             "window", Window(s.window), 1, kv_heads=1, head_dim=16, dtype="float32", tokens_per_page=PAGE
         )
         specs.append(window)
+    if s.state:
+        layer = LayerSpec("state", (Part("sum", (32,), "float32"),))
+        specs.append(GroupSpec("state", State(), (layer,), tokens_per_page=s.state))
     pages = plan(specs, s.pages * specs[0].payload_bytes)
-    groups = [SimGroup(g.slots * pages.large_pages, PAGE, getattr(g.spec.lifetime, "tokens", 0)) for g in pages.groups]
-    return Pool(pages), groups
+    return Pool(pages), [sim_group(group, pages.large_pages) for group in pages.groups]
+
+
+def sim_group(group: GroupPlan, large_pages: int) -> SimGroup:
+    spec = group.spec
+    window, state = getattr(spec.lifetime, "tokens", 0), isinstance(spec.lifetime, State)
+    return SimGroup(group.slots * large_pages, spec.tokens_per_page, window, state)
 
 
 class Episode:
@@ -128,14 +141,14 @@ class Episode:
         self.rng = random.Random(seed)
         self.s = setting
         pool, groups = make_pool(setting)
-        self.cache = PrefixCache(pool, enabled=setting.prefix_caching)
+        self.cache = PrefixCache(pool, enabled=setting.prefix_caching, grid_tokens=setting.grid)
         drafter = OracleDrafter(self.rng, 0.7) if setting.draft else None
         self.scheduler = scheduler_type(
             self.cache,
             max_seqs=setting.seqs,
             budget_tokens=setting.budget,
             max_tokens=setting.max_tokens,
-            page_tokens=PAGE,
+            page_tokens=math.gcd(setting.page, setting.state, PAGE if setting.window else 0),
             drafter=drafter,
         )
         executor = executor_type(groups, max_seqs=setting.seqs, max_tokens=setting.max_tokens, vocab=VOCAB)

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from aengine.errors import ContextLengthExceeded
-from aengine.types import FinishReason, OutputDelta, TokenLogprob
+from aengine.types import FinishReason, MediaInput, OutputDelta, TokenLogprob
 
 BOS, EOS = 256, 257
 VOCAB = 258
@@ -25,6 +25,7 @@ class FakeModel:
     vocab_size: int = VOCAB
     eos_ids: tuple[int, ...] = (EOS,)
     has_chat_template: bool = True
+    takes_images: bool = False
     created: int = 1_700_000_000
 
 
@@ -192,7 +193,10 @@ class FakeEngine:
             await asyncio.sleep(0.01)
         self.phase = "closed"
 
-    def submit(self, prompt_ids, sampling, *, request_id, priority=0, cache_salt="", adapter=""):
+    async def read_images(self, sources):
+        return [MediaInput(source.encode(), 4, {}) for source in sources]
+
+    def submit(self, prompt_ids, sampling, *, request_id, priority=0, cache_salt="", adapter="", images=()):
         error = self.refuses.pop(0) if self.refuses else None
         if error is not None:
             raise error
@@ -203,7 +207,8 @@ class FakeEngine:
         stream = FakeStream(self, request_id, prompt_ids, sampling)
         self.open.add(request_id)
         self.streams.append(stream)
-        self.submitted.append({"sampling": sampling, "priority": priority, "cache_salt": cache_salt})
+        submitted = {"sampling": sampling, "priority": priority, "cache_salt": cache_salt}
+        self.submitted.append(submitted | ({"images": images} if images else {}))
         return stream
 
     def abort(self, request_id):

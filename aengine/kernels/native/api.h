@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define AE_EXPORT __attribute__((visibility("default")))
-#define AE_ABI 1
+#define AE_ABI 2
 
 enum { AE_F32 = 0, AE_BF16 = 1 };
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
@@ -108,6 +108,7 @@ typedef struct {
     const int32_t *context;
     int64_t rows, heads, kv_heads, head_dim, window, chunk;
     double scale, softcap;
+    const float *sinks; /* [heads] or NULL: the score of one more key, whose value is zero */
 } ae_attention_args;
 
 /* Per row of fp32 logits: argmax (first of equals) and log of the sum of exponentials. Either output may be NULL. */

@@ -178,6 +178,17 @@ static void merge_span(attn_part total, attn_part next, int64_t rows, int64_t di
     }
 }
 
+/* What the weighted values of a row are multiplied by: 1 / sum. A sink joins the sum here, after all keys. */
+static float output_factor(const ae_attention_args *a, int64_t head, float max, float sum)
+{
+    if (!a->sinks) return 1.0f / sum;
+    const float top = fmaxf(max, a->sinks[head]);
+    float keys[AE_VL], sink[AE_VL];
+    vf_store(keys, vf_exp(vf_set1(max - top)));
+    vf_store(sink, vf_exp(vf_set1(a->sinks[head] - top)));
+    return keys[0] / (sum * keys[0] + sink[0]);
+}
+
 static void write_outputs(const attn_job *job, const attn_tile *t, attn_part total)
 {
     const ae_attention_args *a = job->args;
@@ -185,7 +196,7 @@ static void write_outputs(const attn_job *job, const attn_tile *t, attn_part tot
     for (int64_t i = 0; i < rows * t->heads; i++) {
         const int64_t head = (t->head + i / rows) * group + i % group, token = t->token + i % rows / group;
         const int64_t out = (token * a->heads + head) * d;
-        const vf inv = vf_set1(1.0f / vf_sum(vf_load(total.sum + i * AE_VL)));
+        const vf inv = vf_set1(output_factor(a, head, total.max[i], vf_sum(vf_load(total.sum + i * AE_VL))));
         for (int64_t j = 0; j < d; j += AE_VL) {
             const vf v = vf_load(total.acc + i * job->dim + j) * inv + vf_set1(0.0f);
             const int n = (int)ae_min(AE_VL, d - j);

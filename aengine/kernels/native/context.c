@@ -9,6 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 /* The build defines AE_HAVE_x for every set it compiled; the best stands first. */
 extern const ae_kernels ae_kernels_avx512, ae_kernels_avx2, ae_kernels_portable, ae_kernels_wide;
@@ -30,15 +33,25 @@ static const ae_kernels *const compiled[] = {
 
 #define AE_HUGE_PAGE (2 << 20)
 
+#if defined(__x86_64__)
+/* Asked of the processor itself: not every compiler's run-time library answers __builtin_cpu_supports. The system must
+ * also save the registers (xgetbv: bits 1, 2 for 256-bit, 5 to 7 for 512-bit). */
+static int x86_has(int avx512)
+{
+    unsigned a, b, c, d, saved, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_OSXSAVE)) return 0;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if ((saved & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return 0;
+    const unsigned wide = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    return !avx512 || ((saved & 0xe0) == 0xe0 && (b & wide) == wide);
+}
+#endif
+
 static int machine_has(const char *isa)
 {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (strcmp(isa, "avx512") == 0)
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (strcmp(isa, "avx2") == 0 || strcmp(isa, "wide") == 0) return avx2;
+    if (strcmp(isa, "avx512") == 0) return x86_has(1);
+    if (strcmp(isa, "avx2") == 0 || strcmp(isa, "wide") == 0) return x86_has(0);
 #endif
     return strcmp(isa, "portable") == 0;
 }

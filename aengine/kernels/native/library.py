@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-ABI = 1
+ABI = 2
 
 # One entry per args struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
@@ -26,7 +26,7 @@ RMS_NORM_ARGS = Struct("PPPPPqqqqqqqd")
 ADD_ARGS = Struct("PPPqqd")
 GLU_ARGS = Struct("PPqqqqq")
 ROPE_ARGS = Struct("PPPPPqqqqqqq")
-ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqdd")
+ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqddP")
 ROW_STATS_ARGS = Struct("PqqqPP")
 GUMBEL_ARGS = Struct("PqqqPPPPP")
 CALL = Struct("qP")

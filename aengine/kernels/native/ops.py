@@ -29,7 +29,10 @@ from aengine.kernels.native.library import (
     WeightMemory,
     check,
 )
-from aengine.kernels.ops import AttentionSpec, Linear, RopeTable, StepBatch
+from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
+from aengine.kernels.reference_cross import cross_attention, write_items
+from aengine.kernels.reference_mixture import mixture
+from aengine.kernels.reference_state import ShortConv
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 _SILU, _GELU_TANH = 0, 1
@@ -77,6 +80,7 @@ class NativeOps:
         self._glu = context.operation("glu")
         self._rope = context.operation("rope")
         self._attention = context.operation("attention")
+        self._short_conv = ShortConv()
 
     def set_threads(self, threads: int) -> None:
         """Takes effect before the next operation; changes no bit of any result."""
@@ -196,6 +200,14 @@ class NativeOps:
         check(self._add(ADD_ARGS.pack(x.data_ptr(), 0, out.data_ptr(), _code(x), x.numel(), factor)), "scale")
         return out
 
+    def mul(self, x: Tensor, y: Tensor) -> Tensor:
+        """Plain torch: one multiplication per element, so bitwise batch-invariant as it is."""
+        return x * y
+
+    def short_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: StateSpec, batch: StepBatch) -> Tensor:
+        """Plain torch, element by element in a fixed order, so bitwise batch-invariant as it is."""
+        return self._short_conv(x, weight, bias, spec, batch)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated(gate_up, _SILU)
 
@@ -236,7 +248,33 @@ class NativeOps:
         check(self._rope(args), "rope")
         return out
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
+    def scale_positions(self, x: Tensor, positions: Tensor, factors: Tensor) -> Tensor:
+        """Plain torch: one multiplication per query element, in few layers of few models."""
+        return (x.float() * factors[positions].view(-1, 1, 1)).to(x.dtype)
+
+    def mixture(self, x: Tensor, scores: Tensor, experts: Experts) -> Tensor:
+        """The experts' linears run natively; choosing, activation and sum are plain torch."""
+        return mixture(self, x, scores, experts)
+
+    def cross_attention(self, q: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
+        """Plain torch, one token at a time: its shape, and so its bits, then depend on no other token of the step."""
+        assert batch.cross is not None
+        return cross_attention(q, batch.kv[spec.layer], spec, batch.cross, 1)
+
+    def write_items(self, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor) -> None:
+        """Plain torch: once an item."""
+        write_items(k, v, kv, pages)
+
+    def take(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x.index_select(0, tokens)
+
+    def put(self, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
+        return x.index_copy(0, tokens, y)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+    ) -> Tensor:
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         q, k, v = _dense_last(q), _dense_last(k), _dense_last(v)
         if k.dtype is not q.dtype or v.dtype is not q.dtype:
             raise NotSupported(f"q, k, v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
@@ -251,7 +289,7 @@ class NativeOps:
             _code(kv.k), k_page, k_token, k_head, v_page, v_token, v_head, kv.k.shape[1],
             tables.data_ptr(), tables.stride(0), batch.row_offsets.data_ptr(), batch.context.data_ptr(),
             batch.context.shape[0], spec.heads, spec.kv_heads, spec.head_dim, spec.window, spec.chunk,
-            spec.scale, spec.softcap,
+            spec.scale, spec.softcap, 0 if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         check(self._attention(args), "attention")
         return out

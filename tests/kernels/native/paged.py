@@ -112,8 +112,10 @@ def step_inputs(sequences: Sequence[Sequence_], rows: Sequence[tuple[int, int, i
     return q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (-1, dim))
 
 
-def dense_attention(sequence: Sequence_, spec: AttentionSpec, kv_dtype: torch.dtype) -> Tensor:
-    """fp64 [L, heads * D] by definition, with keys and values as the pages hold them."""
+def dense_attention(
+    sequence: Sequence_, spec: AttentionSpec, kv_dtype: torch.dtype, sinks: Tensor | None = None
+) -> Tensor:
+    """fp64 [L, heads * D] by definition, with keys and values as the pages hold them; sinks [heads]."""
     length, group = sequence.length, spec.heads // spec.kv_heads
     q = sequence.q.double()
     k = sequence.k.to(kv_dtype).double().repeat_interleave(group, dim=1)
@@ -128,4 +130,7 @@ def dense_attention(sequence: Sequence_, spec: AttentionSpec, kv_dtype: torch.dt
     if spec.chunk:
         hidden |= key < query - query % spec.chunk
     scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, length, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :length]
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)

@@ -103,3 +103,21 @@ def test_large_scores_do_not_overflow(ops: NativeOps) -> None:
     out = ops.attention(*step_inputs([sequence], [(0, 0, 60)]), spec, make_batch(pages, [(0, 0, 60)]))
     expected = dense_attention(sequence, spec, torch.float32)
     torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [-200.0, 0.0, 3.0, 200.0])
+def test_sinks(ops: NativeOps, size: float) -> None:
+    spec = SPECS["window-33"]
+    sinks = torch.randn(6) + size
+    sequence = random_sequence(290, spec, torch.float32, 3)
+    pages = Pages([290], spec, torch.float32, page_tokens=16, seed=0)
+    outputs = []
+    for start, count in ((0, 280), (280, 9), (289, 1)):
+        rows = [(0, start, count)]
+        outputs.append(ops.attention(*step_inputs([sequence], rows), spec, make_batch(pages, rows), sinks))
+    expected = dense_attention(sequence, spec, torch.float32, sinks)
+    torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=2e-6, atol=2e-6)
+    pages = Pages([290], spec, torch.float32, page_tokens=16, seed=1)
+    rows = [(0, 0, 290)]
+    whole = ops.attention(*step_inputs([sequence], rows), spec, make_batch(pages, rows), sinks)
+    assert torch.equal(torch.cat(outputs), whole)
