@@ -92,7 +92,9 @@ class MultiSize:
         self._budget_bytes = budget_bytes
         self._chunk = chunk
         self._leases: dict[Job, Lease] = {}
+        self._last_step: dict[Job, int] = {}  # that names the job's pages: a preempted job's are free at once
         self._step = 1
+        self.broken_admissions = 0
 
     def admit(self, job: Job) -> bool:
         tokens = np.zeros(job.total, np.int32)
@@ -106,11 +108,14 @@ class MultiSize:
         while at < job.length:
             upto = min(at + self._chunk, job.length, lease.next_boundary(at))
             grown = self.cache.grow(lease, upto, self._step, job.length, start=at)
-            assert not grown.short, f"admitted, yet short of {grown.short} pages at {at} of {job.length} tokens"
+            if grown.short:  # room for the whole prompt is exact for one call; earlier chunks may have used it otherwise
+                self.cache.release(lease, last_step=self._step - 1)
+                self.broken_admissions += 1
+                return False
             self.cache.commit(lease, upto, job.length, self._step)
             self.end_step()
             at = upto
-        self._leases[job] = lease
+        self._leases[job], self._last_step[job] = lease, self._step - 1
         return True
 
     def advance(self, job: Job, upto: int) -> bool:
@@ -121,10 +126,11 @@ class MultiSize:
                 return False
         if upto // PAGE > job.length // PAGE:
             self.cache.commit(lease, upto, upto, self._step)
+        self._last_step[job] = self._step
         return True
 
     def release(self, job: Job) -> None:
-        self.cache.release(self._leases.pop(job), last_step=self._step)
+        self.cache.release(self._leases.pop(job), last_step=self._last_step.pop(job))
 
     def end_step(self) -> None:
         self.cache.retire(self._step)

@@ -383,6 +383,8 @@ class AsyncEngine:
             prefix_hits=cache.hit_tokens,
             device_s=self._core.progress.device_s,
             open_streams=self._output.open_choices,
+            media_items=scheduler.media_items,
+            media_computed=scheduler.media_computed,
         )
 
     def health(self) -> Health:

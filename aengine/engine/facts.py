@@ -53,6 +53,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_hits: int
     open_streams: int
     device_s: float
+    media_items: int = 0
+    media_computed: int = 0
 
 
 class StartupReport(msgspec.Struct, frozen=True):

@@ -143,7 +143,7 @@ class Intake:
         return low
 
     def _too_large(self, tokens: int, media: tuple[int, ...]) -> RequestTooLarge:
-        images = f" and {len(media)} images of {', '.join(map(str, media))} entries" if media else ""
+        images = f" and {len(media)} images of {sum(media)} entries in all" if media else ""
         need, has = self._cache.needed_pages(tokens, media), self._cache.capacity
         return RequestTooLarge(
             f"{tokens} tokens{images} need {_counts(need)} KV pages; the pool could hold at most {_counts(has)} of "

@@ -94,7 +94,7 @@ class LLM:
         self, prompts: list[Prompt], sampling: list[SamplingParams], progress: bool
     ) -> list[RequestOutput]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        room = asyncio.Semaphore(max(1, self._config.scheduler.max_waiting // max(p.n for p in sampling)))
+        room = asyncio.Semaphore(max(1, self._config.scheduler.max_waiting // max((p.n for p in sampling), default=1)))
         with Progress(*columns, disable=not progress, transient=True) as bar:
             task = bar.add_task("prompts", total=len(prompts))
 

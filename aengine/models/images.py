@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aengine.errors import AengineError, InvalidRequest, ModelLoadError
 from aengine.models.vision_config import VisionConfig
@@ -66,7 +67,7 @@ class ImageProcessor:
             raise InvalidRequest(
                 f"{where} cannot be decoded: {type(error).__name__}: {error}"[:300], param="messages"
             ) from error
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "pixel_values": np.asarray(made["pixel_values"][0][0], np.float32),
             "aspect_ratio_ids": np.asarray(made["aspect_ratio_ids"][0], np.int64),
             "aspect_ratio_mask": np.asarray(made["aspect_ratio_mask"][0][0], np.int64),
@@ -107,7 +108,7 @@ def _open(source: Any, *, files: bool, where: str) -> Any:
     raise InvalidRequest(f"{where} is {kind}, not an image", param="messages")
 
 
-def _from_array(array: np.ndarray[Any, Any], where: str) -> Any:
+def _from_array(array: NDArray[Any], where: str) -> Any:
     from PIL import Image
 
     deep = array.ndim == 3 and array.shape[2] in (1, 3, 4)

@@ -299,6 +299,8 @@ class PrefixCache:
         Returns the handles of other leases that hold such pages, oldest first; what they compute is worthless, and they
         publish nothing any more.
         """
+        if lease is not None:
+            lease.publishes = False
         publisher: dict[Page, int] = {}
         for page, serial in self._journal.take(step, None if lease is None else lease.serial):
             publisher[page] = serial

@@ -32,11 +32,13 @@ class _Stay:
 
 
 class MediaBook:
-    """`groups`: the cache's item groups. `pending`: placements for the next plan that is launched."""
+    """`groups`: the cache's item groups. `pending`: placements for the next plan that is launched. `items`,
+    `computed`: placements so far, and those that had to be computed."""
 
     def __init__(self, groups: tuple[int, ...]) -> None:
         self.groups = groups
         self.pending: list[MediaPlacement] = []
+        self.items = self.computed = 0
         self._stays: dict[int, _Stay] = {}  # by slot; only sequences with items the device does not know yet
 
     def start(self, slot: int, request: Request, lease: Lease) -> None:
@@ -59,7 +61,9 @@ class MediaBook:
             if column < 0:
                 untold.append((group, item))
             else:
-                self.pending.append(_placement(slot, stay, group, item, (group, item) in grown.media))
+                fresh = (group, item) in grown.media
+                self.items, self.computed = self.items + 1, self.computed + fresh
+                self.pending.append(_placement(slot, stay, group, item, fresh))
         stay.untold = untold
         if not untold:
             del self._stays[slot]

@@ -63,7 +63,7 @@ def commit_rows(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Non
     rows, slots = rows[heard], slots[heard]
     if result.failed:
         _fail_rows(scheduler, rows, slots, result)
-        standing = live_rows(scheduler, plan)[rows] & ~c.mute[slots]  # who shared a failed row's pages is mute now
+        standing = live_rows(scheduler, plan)[rows]
         rows, slots = rows[standing], slots[standing]
     plain = plan.samples[rows] <= 1
     c.computed[slots[plain]] = (plan.starts + plan.counts)[rows[plain]]
@@ -156,7 +156,7 @@ def _accept_drafts(scheduler: Scheduler, plan: StepPlan, row: int, result: StepR
 def _fail_rows(scheduler: Scheduler, rows: Int64s, slots: Int64s, result: StepResult) -> None:
     for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
         if row in result.failed:
-            scheduler.fail_row(scheduler.at(slot), result.step, result.failed[row])
+            scheduler.finish(scheduler.at(slot), FinishReason.ERROR, error=result.failed[row], keep=False)
 
 
 def _take_prompt_logprobs(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:

@@ -47,6 +47,8 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     steps: int
     drafted_tokens: int
     accepted_tokens: int
+    media_items: int = 0  # placed for rows
+    media_computed: int = 0  # of these, computed rather than found in the cache
 
 
 class Scheduler:
@@ -130,15 +132,20 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> StepOutputs:
         """Account the oldest step in flight."""
-        plan = self._retire(result.step)
+        plan = self._oldest_in_flight(result.step)
+        tainted = [handle for row in sorted(result.failed) for handle in self._retract_row(plan, row)]
+        self._retire(plan)
+        for handle in tainted:
+            self._void(handle)
         commit_rows(self, plan, result)
         self._settle()
         return self.flush()
 
     def fail(self, step: int, message: str) -> StepOutputs:
         """The oldest step in flight raised: its rows fail; whoever shares a page it should have written recomputes."""
-        plan = self._retire(step)
+        plan = self._oldest_in_flight(step)
         tainted = self.cache.retract(step)
+        self._retire(plan)
         for handle, slot in zip(plan.handles.tolist(), plan.slots.tolist(), strict=True):
             if self.columns.handle[slot] == handle:
                 self.finish(self.at(slot), FinishReason.ERROR, error=message, keep=False)
@@ -171,6 +178,8 @@ class Scheduler:
             steps=self._step,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            media_items=self._media.items,
+            media_computed=self._media.computed,
         )
 
     def oldest(self) -> int | None:
@@ -425,12 +434,12 @@ class Scheduler:
             self._room_version += 1
         self.outputs.finished(sequence.request.handle, reason, stop_id, error)
 
-    def fail_row(self, sequence: Sequence, step: int, message: str) -> None:
-        """A row failed alone: so do those who already share pages it should have written."""
-        assert sequence.lease is not None
-        for handle in self.cache.retract(step, sequence.lease):
-            self._void(handle)
-        self.finish(sequence, FinishReason.ERROR, error=message, keep=False)
+    def _retract_row(self, plan: StepPlan, row: int) -> tuple[int, ...]:
+        """A row failed alone: take back what it published; returns who already shares pages it should have written."""
+        sequence = self._by_handle.get(int(plan.handles[row]))
+        if sequence is None or sequence.lease is None or sequence.slot != plan.slots[row]:
+            return ()  # a zombie row
+        return self.cache.retract(plan.step, sequence.lease)
 
     def _release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """The one place where a lease and a slot are given up."""
@@ -476,15 +485,18 @@ class Scheduler:
                 self._preempt(sequence)
         self._leaving = staying
 
-    def _retire(self, step: int) -> StepPlan:
+    def _oldest_in_flight(self, step: int) -> StepPlan:
         plan = self._in_flight.popleft()
         assert plan.step == step, f"step {step} committed, {plan.step} is the oldest in flight"
-        self.retired = step
-        self.cache.retire(step)
-        slots = self._slot_fence.retire(step)
+        return plan
+
+    def _retire(self, plan: StepPlan) -> None:
+        """Nothing published for the step can be taken back after this, and what it fenced may be used again."""
+        self.retired = plan.step
+        self.cache.retire(plan.step)
+        slots = self._slot_fence.retire(plan.step)
         self._free_slots.extend(slots)
         self._room_version += bool(slots)  # a fenced slot is a fenced release: its pages came back too
-        return plan
 
     def at(self, slot: int) -> Sequence:
         sequence = self._by_slot[slot]

@@ -12,6 +12,7 @@ import aengine.engine.async_engine as async_engine
 from aengine import AsyncEngine, EngineConfig, SchedulerConfig
 from aengine.engine.build import Parts
 from aengine.engine.facts import ModelInfo, StartupReport
+from aengine.engine.images import Images
 from aengine.engine.text import TextProcessor
 from aengine.memory import Pool, uniform_plan
 from aengine.metrics import Metrics
@@ -107,7 +108,7 @@ class Sim:
         model = ModelInfo(("sim",), self.context, VOCAB, (EOS,), True, 0)
         text = TextProcessor(self.tokenizer)  # type: ignore[arg-type]
         on_phase("build", 0.0)
-        return Parts(model, text, Metrics(model_name="sim"), scheduler, make_runner, StartupReport())
+        return Parts(model, text, Images(None), Metrics(model_name="sim"), scheduler, make_runner, StartupReport())
 
 
 @pytest.fixture

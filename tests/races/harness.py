@@ -11,6 +11,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from aengine.memory import Full, GroupPlan, GroupSpec, LayerSpec, Part, Pool, State, Window, attention_group, plan
@@ -98,13 +99,19 @@ class Device:
         if not self._queue:
             return
         step, fails = self._queue.popleft()
-        result = self.executor.run(step)
+        result = self.executor.run(garbled(step) if fails else step)
         self._results[step.step] = None if fails else result
 
     def wait(self, step: int) -> StepResult | None:
         while step not in self._results:
             self.run_one()
         return self._results.pop(step)
+
+
+def garbled(step: StepPlan) -> StepPlan:
+    """The step as it looks when it breaks half-way: all its pages are written, none with what belongs there."""
+    ids = np.full(step.n_tokens, VOCAB, np.int32)
+    return msgspec.structs.replace(step, relay=np.zeros(len(step.slots), np.bool_), ids=ids)
 
 
 def make_pool(s: Setting) -> tuple[Pool, list[SimGroup]]:

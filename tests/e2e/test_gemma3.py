@@ -1,0 +1,160 @@
+"""Gemma-3-270M, 15 window layers of 512 tokens and 3 full ones: greedy tokens equal transformers', below, at and far
+beyond the window, whatever the chunks, the cache, the pool and the depth.
+
+The reference is one forward of transformers over each prompt and the output: its argmax at a position is what generate
+would choose there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aengine import AsyncEngine, RequestOutput, SamplingParams
+from aengine.config import home
+from aengine.memory import PoolStats, Window
+from aengine.models.store import resolve
+from tests.e2e.conftest import Reference, config, last, run_all
+
+TIE = 1e-4
+LENGTHS = (100, 511, 512, 513, 1500)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+TEXT = (
+    "The lighthouse keeper wrote down what he saw from the gallery: the ships that passed by day, their flags and "
+    "their cargo; the fires along the coast by night; the weather, the tides, the birds. In year {year} he counted {n} "
+    "sails, lost {m} lamps to the storm of the {day}th, and read page {page} of the long book about the sea. "
+)
+
+
+class Golden:
+    """What the reference says about sequences seen so far, so that runs that agree cost it one forward."""
+
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
+        self._seen: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def best(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities [tokens, 2] and ids [tokens, 2] of the reference's two best."""
+        key = (*prompt, *tokens)
+        if key not in self._seen:
+            with torch.inference_mode():
+                ids = torch.tensor([list(key[:-1])])
+                logits = self.reference.model(ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float()
+            best = torch.log_softmax(logits, -1).topk(2)
+            self._seen[key] = (best.values, best.indices)
+        return self._seen[key]
+
+    def check(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+            values, ids = self.best(prompt, tokens)
+            for at, (token, told) in enumerate(zip(tokens, output.outputs[0].logprobs or [], strict=True)):
+                gap = float(values[at, 0] - values[at, 1])
+                where = f"prompt of {len(prompt)}, token {at}"
+                assert token == int(ids[at, 0]) or gap < TIE, f"{where}: gap {gap:.2e}"
+                assert abs(told.logprob - float(values[at, 0])) < 2e-3, f"{where}: log-probability"
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    return resolve("gemma3-270m", home=home(), progress=None).path
+
+
+@pytest.fixture(scope="session")
+def golden(gemma3: Path) -> Golden:
+    return Golden(Reference(gemma3))
+
+
+@pytest.fixture(scope="session")
+def ids(golden: Golden) -> list[int]:
+    """4,000 tokens of text that does not repeat itself."""
+    from aengine.models.loader import load_tokenizer
+    from aengine.models.store import ModelFiles
+
+    files = resolve("gemma3-270m", home=home(), progress=None)
+    assert isinstance(files, ModelFiles)
+    parts = [TEXT.format(year=1801 + i, n=7 * i + 3, m=i % 9, day=1 + i % 28, page=11 * i) for i in range(50)]
+    tokens = load_tokenizer(files).encode("".join(parts))
+    assert len(tokens) >= 4000
+    return tokens
+
+
+def gemma(**changes: Any) -> Any:
+    """Ten sequences of 1,600 tokens have room; a page of all full layers is 3 x 2 x 16 x 256 x 4 B = 96 KiB."""
+    return config(**{"model": "gemma3-270m", "max_model_len": 1600, "kv_bytes": 300 * 2**20} | changes)
+
+
+def prompts(ids: list[int]) -> list[list[int]]:
+    """One for each length; they begin alike for the first token only."""
+    return [[ids[0], *ids[1 + 400 * i : length + 400 * i]] for i, length in enumerate(LENGTHS)]
+
+
+def window_stats(engine: AsyncEngine) -> tuple[Any, PoolStats]:
+    pool = engine._loaded().scheduler.cache.pool
+    index = next(i for i, group in enumerate(pool.plan.groups) if isinstance(group.spec.lifetime, Window))
+    stats = pool.stats()
+    return stats.groups[index], stats
+
+
+async def test_prompts_around_and_beyond_the_window_then_a_hot_cache(golden: Golden, ids: list[int]) -> None:
+    async with AsyncEngine(gemma(max_batched_tokens=512)) as engine:
+        assert any("window(512)" in line for line in engine.report.lines)
+        outputs = await run_all(engine, prompts(ids), GREEDY)
+        again = await run_all(engine, prompts(ids), GREEDY)
+    golden.check(outputs)
+    golden.check(again)
+    assert [output.num_cached_tokens for output in again] == [(length - 1) // 16 * 16 for length in LENGTHS]
+
+
+async def test_chunks_of_64_at_depth_0(golden: Golden, ids: list[int]) -> None:
+    async with AsyncEngine(gemma(max_batched_tokens=64, depth=0)) as engine:
+        golden.check(await run_all(engine, prompts(ids), GREEDY))
+
+
+async def test_hits_across_the_window_edge(golden: Golden, ids: list[int]) -> None:
+    """A prefix of 1,000 tokens shared by three prompts, then a second turn: window pages are needed for the last 511
+    tokens of a hit only, and are there although the first sequence has moved past them."""
+    shared = ids[:1000]
+    async with AsyncEngine(gemma()) as engine:
+        first = await last(engine, shared + ids[1200:1500], GREEDY)
+        fork = await last(engine, shared + ids[2000:2040], GREEDY)
+        other = await last(engine, shared + ids[2100:2600], GREEDY)
+        turn = first.prompt_token_ids + first.outputs[0].token_ids
+        second = await last(engine, turn + ids[3000:3030], GREEDY)
+        await last(engine, shared + ids[2700:2720], GREEDY, cache_salt="another tenant")
+        salted = await last(engine, shared + ids[2720:2740], GREEDY, cache_salt="a third")
+    golden.check([first, fork, other, second, salted])
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (len(turn) - 1) // 16 * 16
+    assert other.num_cached_tokens == 1000 // 16 * 16
+    assert salted.num_cached_tokens == 0
+
+
+async def test_a_tiny_pool_preempts_and_changes_nothing(golden: Golden, ids: list[int]) -> None:
+    """Room for little more than one long sequence; six of them start together and write 40 tokens each."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
+    six = [[ids[0], *ids[1 + 300 * i : 250 + 8 * i + 300 * i]] for i in range(6)]
+    async with AsyncEngine(gemma(kv_bytes=34 * 2**20, max_model_len=512, max_batched_tokens=128)) as engine:
+        outputs = await run_all(engine, six, params)
+        assert engine.stats().preemptions > 0
+    golden.check(outputs)
+
+
+async def test_window_pages_of_a_long_prompt_stay_bounded(ids: list[int], golden: Golden) -> None:
+    """1,500 tokens in chunks of 128: the window group holds 512 tokens and what is in flight, not 1,500."""
+    async with AsyncEngine(gemma(max_batched_tokens=128, prefix_caching=False)) as engine:
+        held = []
+        async for output in engine.generate(ids[:1500], GREEDY):
+            group, stats = window_stats(engine)
+            if not output.finished:
+                held.append((group.live, stats.groups[0].live))
+        assert held
+        assert max(window for window, _ in held) <= (511 + 2 * 128) // 16 + 2
+        assert max(full for _, full in held) >= 1500 // 16
+        group, stats = window_stats(engine)
+        assert group.live == group.cached == 0
+    golden.check([output])
