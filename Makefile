@@ -80,7 +80,7 @@ $(PY):
 # setuptools comes from the lock, so the editable install needs no isolated build and no further download.
 $(VENV)/.installed: requirements.lock pyproject.toml | $(PY)
 	$(PIP) install -r requirements.lock
-	$(PIP) install --no-build-isolation --no-deps --quiet --editable .
+	$(PIP) install --no-build-isolation --no-deps --quiet --config-settings editable_mode=compat --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.lock $(VENV)/.installed

@@ -25,6 +25,16 @@ def home() -> Path:
     return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/aengine").expanduser()
 
 
+def usable_home() -> Path:
+    """`home()`, created; raises ConfigError when it cannot be a folder that files can be written to."""
+    folder = home()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{HOME_VARIABLE} {folder} cannot be used: {error.strerror or error}") from error
+    return folder
+
+
 def environment() -> dict[str, str]:
     """All AENGINE_* variables except AENGINE_HOME: name without prefix, in lower case -> text."""
     return {

@@ -141,6 +141,10 @@ class MediaInput(msgspec.Struct, frozen=True):
     tokens: int
     arrays: Mapping[str, NDArray[Any]]
 
+    @property
+    def n_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
 
 class RequestMedia(msgspec.Struct, frozen=True):
     """An image in a prompt: its placeholders are `position` .. `position + span - 1`, and the positions `position` <=

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, factory: Factory = real_engine) -> int:
         return print_config(config)
     if args.stream and args.json:
         raise UsageError("--stream and --json exclude each other")
-    prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
+    prompt = sys.stdin.read().removesuffix("\n") if args.prompt in (None, "-") else args.prompt
     sampling = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, seed=args.seed, max_tokens=args.max_tokens
     )

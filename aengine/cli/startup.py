@@ -12,8 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from aengine.cli.session import Report
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 log = logging.getLogger("aengine.startup")
 
@@ -37,6 +41,8 @@ class Startup:
         self._began_s = time.monotonic()
         self._lines = 0
         self._lock = threading.Lock()
+        self._bar: Progress | None = None
+        self._bars: dict[str, TaskID] = {}
 
     def listening(self, url: str) -> None:
         self._url = url
@@ -45,9 +51,35 @@ class Startup:
     def phase(self, name: str, seconds: float) -> None:
         self._log("%s: %.2f s", name, seconds)
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Something long goes on: a bar on a terminal, else one line when it begins. Called from any thread."""
+        with self._lock:
+            if what not in self._bars:
+                self._begin(what, total)
+            if self._bar is not None:
+                self._bar.update(self._bars[what], completed=done, total=total or None)
+
+    def _begin(self, what: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        size = f" ({binary_size(total)})" if total > 100_000 else ""
+        console = Console(stderr=True)
+        if self._bar is None and console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._bar.start()
+        if self._bar is not None:
+            self._bars[what] = self._bar.add_task(what + size, total=total or None)
+        else:
+            self._bars[what] = TaskID(0)
+            log.info("%s%s ...", what, size)
+
     def ready(self, report: Report) -> None:
         """Print the table; its log line tells how long the start took as a person felt it."""
         took_s = time.monotonic() - self._began_s
+        if self._bar is not None:
+            self._bar.stop()
         print(table(report, took_s), flush=True)
         print(f"\nready in {took_s:.1f} s: chat page {self._url}/   API {self._url}/v1   Ctrl-C stops", flush=True)
 

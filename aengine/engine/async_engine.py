@@ -15,11 +15,12 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from aengine.config import EngineConfig
-from aengine.engine.build import Parts, build
 from aengine.engine.core import Core
 from aengine.engine.facts import EngineStats, Health, ModelInfo, StartupReport
 from aengine.engine.gather import Gathered
@@ -27,14 +28,18 @@ from aengine.engine.images import take_images
 from aengine.engine.intake import Intake
 from aengine.engine.output import Choice, OutputTask
 from aengine.engine.stream import RequestStream
-from aengine.engine.text import TextProcessor
-from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull
+from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
 from aengine.metrics import Metrics
 from aengine.types import MediaInput, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from aengine.engine.build import Parts
+    from aengine.engine.text import TextProcessor
 
 log = logging.getLogger(__name__)
 
 LAG_EVERY_S = 0.1
+MAX_IMAGE_BYTES = 2 * 2**30  # preprocessed images of open requests: 140 of four tiles of 560 pixels (15 MB each)
 STALL_S = 60.0  # no step has ended for so long while work waits: unhealthy
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
@@ -69,6 +74,7 @@ class AsyncEngine:
         self._tasks: list[asyncio.Task[None]] = []
         self._death: str | None = None
         self._next_handle = 1
+        self._image_bytes = 0
         self._streams: dict[str, tuple[RequestStream, list[int]]] = {}
 
     # ---- life
@@ -78,7 +84,7 @@ class AsyncEngine:
         if self.phase != "created":
             raise RuntimeError(f"an engine starts once; this one is {self.phase}")
         self.phase = "loading"
-        parts = await asyncio.to_thread(build, self.config, self._phase_ended, self._on_progress)
+        parts = await asyncio.to_thread(self._build)
         runner = parts.make_runner(asyncio.get_running_loop())
         core = Core(parts.scheduler, runner, self.config.scheduler.depth, parts.metrics)
         self._parts, self._core, self.report = parts, core, parts.report
@@ -87,13 +93,24 @@ class AsyncEngine:
         parts.metrics.bind(self.stats)
         self._runner = runner
         self._tasks = [
-            asyncio.create_task(self._supervise(core.run()), name="aengine-core"),
-            asyncio.create_task(self._supervise(self._output.run()), name="aengine-output"),
-            asyncio.create_task(self._supervise(self._watch_lag()), name="aengine-lag"),
+            asyncio.create_task(self._supervise(core.run), name="aengine-core"),
+            asyncio.create_task(self._supervise(self._output.run), name="aengine-output"),
+            asyncio.create_task(self._supervise(self._watch_lag), name="aengine-lag"),
         ]
         gc.collect()
         gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
         self.phase = "ready"
+
+    def _build(self) -> Parts:
+        """All that is slow, in a worker thread: importing torch alone takes seconds, and a server listens meanwhile."""
+        began_s = time.monotonic()
+        from aengine.engine.build import build
+
+        imports = ("imports", time.monotonic() - began_s)
+        self._phase_ended(*imports)
+        parts = build(self.config, self._phase_ended, self._on_progress)
+        parts.report = msgspec.structs.replace(parts.report, phases=(imports, *parts.report.phases))
+        return parts
 
     def _phase_ended(self, name: str, seconds: float) -> None:
         self.phase = f"loading ({name} done)"
@@ -107,9 +124,10 @@ class AsyncEngine:
             await asyncio.sleep(LAG_EVERY_S)
             self.metrics.loop_lag(max(0.0, time.monotonic() - due_s))
 
-    async def _supervise(self, work: Any) -> None:
+    async def _supervise(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """`work` is called here, so that a task cancelled before its first turn leaves no coroutine behind."""
         try:
-            await work
+            await work()
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -137,7 +155,7 @@ class AsyncEngine:
             self._parts.text.close()
             self._parts.images.close()
         for stream, _ in list(self._streams.values()):
-            stream.fail(NotReady("the engine was closed"))
+            stream.fail(NotReady("the engine was shut down before the request ended"))
         self._streams.clear()
         gc.unfreeze()
         self.phase = "closed"
@@ -190,6 +208,9 @@ class AsyncEngine:
             images=images,
         )
         self._check_room(len(requests))
+        image_bytes = sum(image.n_bytes for image in images)
+        self._check_image_room(image_bytes)
+        self._image_bytes += image_bytes
         self._next_handle += len(requests)
         handles = [request.handle for request in requests]
         stream = RequestStream(
@@ -203,7 +224,7 @@ class AsyncEngine:
             )
             output.register(Choice(request.handle, index, stream, request.sampling, detokenizer))
             core.submit(request)
-        stream.on_finished(lambda: self._streams.pop(request_id, None))
+        stream.on_finished(lambda: self._forget(request_id, image_bytes))
         return stream
 
     def abort(self, request_id: str) -> bool:
@@ -228,9 +249,29 @@ class AsyncEngine:
         assert self._intake is not None
         return self._core, self._output, self._intake
 
+    def _forget(self, request_id: str, image_bytes: int) -> None:
+        self._image_bytes -= image_bytes
+        self._streams.pop(request_id, None)
+
+    def _check_image_room(self, more: int) -> None:
+        if more > MAX_IMAGE_BYTES:
+            raise RequestTooLarge(
+                f"the images take {more:,} bytes once preprocessed, of at most {MAX_IMAGE_BYTES:,}", param="messages"
+            )
+        if self._image_bytes + more > MAX_IMAGE_BYTES:
+            assert self._parts is not None
+            self._parts.metrics.request_rejected("queue_full")
+            raise QueueFull(
+                f"images of open requests hold {self._image_bytes:,} bytes, {more:,} more would exceed "
+                f"{MAX_IMAGE_BYTES:,}",
+                retry_after_s=self._retry_after_s(),
+            )
+
     def _check_room(self, n: int) -> None:
         assert self._core is not None
         queued, limit = self._core.queued, self.config.scheduler.max_waiting
+        if n > limit:
+            raise InvalidRequest(f"n is {n}; the waiting room holds {limit}, so it could never be queued", param="n")
         if queued + n > limit:
             assert self._parts is not None
             self._parts.metrics.request_rejected("queue_full")
@@ -258,8 +299,8 @@ class AsyncEngine:
 
         With images: {"prompt": text, "images": [..]}, {"prompt_token_ids": ids, "images": [..]} or {"messages": [..]},
         where message parts bring their images or stand for the next of "images". An image is a PIL image, an array
-        uint8 [H, W] or [H, W, 1, 3 or 4], encoded bytes, a data: URL or a path; its place in a text is the model's own
-        image token.
+        uint8 [H, W] or [H, W, 1, 3 or 4], encoded bytes, a data: URL or, in "images" only, a path; its place in a text
+        is the model's own image token.
 
         Raises as `submit` does; a request that fails inside the engine raises StepFailed or EngineDead. Leaving the
         loop (break, cancellation) aborts the request.
@@ -326,12 +367,11 @@ class AsyncEngine:
         return None, list(cast(Sequence[int], prompt)), []
 
     async def _encode_with_images(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int], list[MediaInput]]:
-        given = list(prompt.get("images") or ())
+        images = await self.read_images(list(prompt.get("images") or ()), files=True)
         if "messages" in prompt:
-            messages, sources = take_images(prompt["messages"], given)
-            images = await self.read_images(sources, files=True)
+            messages, sources = take_images(prompt["messages"], images)  # these may come from strangers: no paths
+            images = await self.read_images(sources)
             return None, await self.text.encode_chat(messages), images
-        images = await self.read_images(given, files=True)
         if "prompt_token_ids" in prompt:
             return None, list(prompt["prompt_token_ids"]), images
         if not isinstance(prompt.get("prompt"), str):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aengine.config import EngineConfig, home
+from aengine.config import EngineConfig, usable_home
 from aengine.engine.facts import ModelInfo, StartupReport
 from aengine.engine.images import Images
 from aengine.engine.sizing import free_bytes, in_flight_tokens, size_pool
@@ -27,6 +27,7 @@ from aengine.memory import Chunk, Full, GroupSpec, LayerSpec, PagePlan, Part, Po
 from aengine.memory.lifetimes import Cross, Lifetime
 from aengine.metrics import Metrics
 from aengine.models.images import ImageProcessor
+from aengine.models.chat import FALLBACK_STOPS
 from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, weights_digest
 from aengine.models.store import resolve
 from aengine.models.vision_config import VisionConfig
@@ -86,7 +87,7 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
     """Load everything `config` names. Raises ModelNotFound, ModelLoadError or ConfigError."""
     ledger = Ledger(on_phase, on_progress)
     with ledger.phase("find model"):
-        files = resolve(config.model.model, home=home(), progress=on_progress)
+        files = resolve(config.model.model, home=usable_home(), progress=on_progress)
     with ledger.phase("tokenizer"):
         tokenizer = load_tokenizer(files)
         template = _template(config.model.chat_template)
@@ -117,6 +118,7 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         has_chat_template=tokenizer.has_chat_template or template is not None,
         created=int(time.time()),
         dtype=made.dtype,
+        chat_stops=() if tokenizer.has_chat_template or template is not None else FALLBACK_STOPS,
         image_token=None if made.vision is None else made.vision.image_token,
     )
     text = TextProcessor(tokenizer, chat_template=template)
@@ -281,7 +283,7 @@ def _ops(config: EngineConfig, threads: int, ledger: Ledger) -> tuple[Ops, int]:
 
     if config.device.kernels == "reference":
         return ReferenceOps(), threads
-    native = load_native_ops(home() / "native", threads)
+    native = load_native_ops(usable_home() / "native", threads)
     if not isinstance(native, Unavailable):
         return native, 1
     if config.device.kernels == "native":

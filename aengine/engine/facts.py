@@ -13,7 +13,9 @@ from aengine.scheduler import SchedulerStats
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """The loaded model. `names` are the served names, the main one first; `max_model_len` in tokens.
+    """The loaded model. `chat_stops` end a chat answer of a model that has no template of its own.
+
+    `names` are the served names, the main one first; `max_model_len` in tokens.
     `image_token`: id of the placeholder of an image; None: the model takes text only."""
 
     names: tuple[str, ...]
@@ -23,6 +25,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     has_chat_template: bool
     created: int
     dtype: str = "float32"
+    chat_stops: tuple[str, ...] = ()
     image_token: int | None = None
 
     @property

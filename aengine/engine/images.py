@@ -12,13 +12,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aengine.errors import InvalidRequest
-from aengine.models.images import ImageProcessor
 from aengine.types import NO_END, Int32s, MediaInput, RequestMedia
+
+if TYPE_CHECKING:
+    from aengine.models.images import ImageProcessor
 
 IMAGE_THREADS = 2
 IMAGE_PARTS = ("image_url", "input_image", "image")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,9 +18,11 @@ from aengine.config import EngineConfig
 from aengine.engine.facts import ModelInfo
 from aengine.engine.images import place_images
 from aengine.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge
-from aengine.models.tokenizer import Tokenizer
 from aengine.prefix_cache import PrefixCache
 from aengine.types import Int32s, MediaInput, Request, RequestMedia, SamplingParams, TokenRules
+
+if TYPE_CHECKING:
+    from aengine.models.tokenizer import Tokenizer
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads choice numbers over the seeds
 _MASK = (1 << 64) - 1

@@ -12,12 +12,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from aengine.engine.stops import StopStrings
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead
 from aengine.metrics import Metrics
-from aengine.models.detokenize import TextStream
 from aengine.types import (
     Finish,
     FinishReason,
@@ -27,6 +27,9 @@ from aengine.types import (
     StepOutputs,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:
+    from aengine.models.detokenize import TextStream
 
 log = logging.getLogger(__name__)
 

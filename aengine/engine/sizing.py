@@ -89,8 +89,15 @@ def size_pool(
     flight = in_flight_tokens(scheduler)
     wanted = (scheduler.max_num_seqs + 1) * bytes_for(groups, context, flight, media_tokens)
     arena = cache.kv_bytes or min(int(free * MEMORY_SHARE), wanted)
+    least = 3 * bytes_for(groups, 2 * max(group.tokens_per_page for group in groups), flight, media_tokens)
+    if arena > free:
+        raise ConfigError(f"kv_bytes is {arena:,} bytes, but only {free:,} bytes of memory are free", param="kv_bytes")
+    if arena < least:
+        raise ConfigError(f"kv_bytes is {arena:,} bytes; this model needs at least {least:,}", param="kv_bytes")
     pages = plan(groups, arena)
     fitted = pages.max_tokens(context, in_flight_tokens=flight)
+    if context < 2:
+        raise ConfigError("max_model_len is 1 token: it must hold a prompt and an output token", param="max_model_len")
     if max_model_len is not None and fitted < max_model_len:
         need = bytes_for(groups, max_model_len, flight)
         raise ConfigError(

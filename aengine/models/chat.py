@@ -31,6 +31,7 @@ FALLBACK_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+FALLBACK_STOPS = ("\nUser:",)  # where a base model would go on with the next turn by itself
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MAX_COMPILED = 16  # a request may bring a template of its own; more than a few differ only in an attack

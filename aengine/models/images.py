@@ -67,15 +67,15 @@ class ImageProcessor:
             raise InvalidRequest(
                 f"{where} cannot be decoded: {type(error).__name__}: {error}"[:300], param="messages"
             ) from error
+        tiles = int(made["num_tiles"][0][0])
         arrays: dict[str, NDArray[Any]] = {
-            "pixel_values": np.asarray(made["pixel_values"][0][0], np.float32),
+            "pixel_values": np.array(made["pixel_values"][0][0][:tiles], np.float32),  # the other tiles are zero
             "aspect_ratio_ids": np.asarray(made["aspect_ratio_ids"][0], np.int64),
             "aspect_ratio_mask": np.asarray(made["aspect_ratio_mask"][0][0], np.int64),
         }
         for array in arrays.values():
             array.flags.writeable = False
-        tokens = int(made["num_tiles"][0][0]) * self._tile_tokens
-        return MediaInput(self._digest(picture), tokens, arrays)
+        return MediaInput(self._digest(picture), tiles * self._tile_tokens, arrays)
 
     def _digest(self, picture: Any) -> bytes:
         digest = hashlib.sha256()

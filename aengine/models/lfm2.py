@@ -18,10 +18,10 @@ from torch import Tensor
 from aengine.kernels.ops import AttentionSpec, Linear, Ops, RopeTable, StatePart, StateSpec, StepBatch
 from aengine.models.checkpoint import Checkpoint
 from aengine.models.config import ModelConfig
-from aengine.models.llama import PHASE, Layer, Progress, Weights, attend, load_embedding
+from aengine.models.llama import PHASE, Layer, Progress, Weights, attend, attention_specs, load_embedding
 from aengine.models.rope import rope_table
 
-ATTENTION_GROUP, STATE_GROUP = 0, 1
+STATE_GROUP = 1  # attention is group 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,7 @@ class Lfm2Model:
     ) -> None:
         self.config, self.dtype = config, dtype
         self.vocab_size, self.max_context = config.vocab_size, config.max_positions
-        self.attention = tuple(_attention(config, i) for i in range(config.conv_layers.count(False)))
-        self.states = tuple(_state(config, i, dtype) for i in range(config.conv_layers.count(True)))
+        self.attention, self.states = attention_specs(config), state_layers(config, dtype)
         self._specs = _in_order(config.conv_layers, self.attention, self.states)
         self._embedding, self._layers, self._norm, self._head, self._rope = embedding, layers, norm, head, rope
 
@@ -107,14 +106,10 @@ def _convolve(ops: Ops, x: Tensor, layer: ConvLayer, spec: StateSpec, batch: Ste
     return ops.linear(ops.mul(gate_out, inner), layer.output)
 
 
-def _attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    return AttentionSpec(
-        layer, ATTENTION_GROUP, config.heads, config.kv_heads, config.head_dim, scale=config.attention_scale
-    )
-
-
-def _state(config: ModelConfig, layer: int, dtype: torch.dtype) -> StateSpec:
-    return StateSpec(layer, STATE_GROUP, (StatePart("inputs", (config.conv_kernel - 1, config.hidden), dtype),))
+def state_layers(config: ModelConfig, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    """One for each convolution: its last inputs."""
+    parts = (StatePart("inputs", (config.conv_kernel - 1, config.hidden), dtype),)
+    return tuple(StateSpec(layer, STATE_GROUP, parts) for layer in range(config.conv_layers.count(True)))
 
 
 def _in_order(

@@ -94,6 +94,9 @@ def load_layer(config: ModelConfig, weights: Weights, index: int, mlp_norm: str)
 
 
 def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
+    """The layers that own KV; layers that are convolutions do not."""
+    spans = zip(config.kv_groups, config.windows, config.layer_chunks, strict=True)
+    convs = config.conv_layers or (False,) * config.layers
     return tuple(
         AttentionSpec(
             layer=layer,
@@ -106,7 +109,7 @@ def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
             chunk=chunk,
         )
         for layer, (group, window, chunk) in enumerate(
-            zip(config.kv_groups, config.windows, config.layer_chunks, strict=True)
+            [span for span, conv in zip(spans, convs, strict=True) if not conv]
         )
     )
 

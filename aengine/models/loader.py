@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from aengine.kernels.ops import AttentionSpec, Model, Ops
+from aengine.kernels.ops import AttentionSpec, Model, Ops, StateSpec
 from aengine.models.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -24,6 +24,7 @@ from aengine.models.checkpoint import (
 from aengine.models.config import ModelConfig, config_from_folder
 from aengine.models.gguf import GGUFFile
 from aengine.models.gguf_config import config_from_gguf
+from aengine.models.lfm2 import state_layers
 from aengine.models.llama import attention_specs
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
@@ -34,6 +35,7 @@ __all__ = [
     "load_attention",
     "load_config",
     "load_model",
+    "load_states",
     "load_tokenizer",
     "open_checkpoint",
     "weights_digest",
@@ -48,6 +50,11 @@ def load_config(files: ModelFiles) -> ModelConfig:
 def load_attention(files: ModelFiles) -> tuple[AttentionSpec, ...]:
     """The attention layers, as the loaded model's `attention`, without reading weights."""
     return attention_specs(load_config(files))
+
+
+def load_states(files: ModelFiles, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    """The layers with recurrent state, as the loaded model's `states`, without reading weights."""
+    return state_layers(load_config(files), dtype)
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:

@@ -112,8 +112,8 @@ class MllamaModel:
         return ops.logits(hidden, self._head)
 
     def encode_media(self, arrays: Mapping[str, Tensor]) -> Tensor:
-        """arrays: pixel_values fp32 [tiles, channels, size, size], aspect_ratio_ids int64 [1], aspect_ratio_mask int64
-        [tiles] -> [used tiles * tile tokens, D]."""
+        """arrays: pixel_values fp32 [used tiles, channels, size, size], aspect_ratio_ids int64 [1], aspect_ratio_mask
+        int64 [max tiles], 1 for used ones -> [used tiles * tile tokens, D]."""
         return self._vision.encode(arrays)
 
     def write_media(self, ops: Ops, entries: Tensor, kv: Sequence[LayerKV], pages: Tensor) -> None:
@@ -211,11 +211,13 @@ class VisionTower:
 
     def encode(self, arrays: Mapping[str, Tensor]) -> Tensor:
         """The tower computes padding tiles too (real tiles attend to them); they are dropped behind it."""
-        pixels, ratio, mask = arrays["pixel_values"], arrays["aspect_ratio_ids"], arrays["aspect_ratio_mask"]
+        tiles, ratio, mask = arrays["pixel_values"], arrays["aspect_ratio_ids"], arrays["aspect_ratio_mask"]
+        used = len(tiles)
+        pixels = tiles.new_zeros((len(mask), *tiles.shape[1:]))
+        pixels[:used] = tiles
         out = self._tower(
             pixel_values=pixels[None, None], aspect_ratio_ids=ratio[None], aspect_ratio_mask=mask[None, None]
         )
-        used = int(mask.sum())
         seen: Tensor = out.last_hidden_state[0, 0, :used]  # [tiles, tile tokens, width]
         return self._ops.linear(seen.flatten(0, 1), self._projector)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -82,4 +83,7 @@ def _from_hub(repo: str, looked: list[str], progress: Progress | None) -> Path:
 
 def _not_found(source: str, looked: list[str]) -> ModelNotFound:
     places = "".join(f"\n  - {place}" for place in looked)
+    near = get_close_matches(source, PACKAGED, 1)
+    if near:
+        places += f"\nDid you mean {near[0]}?"
     return ModelNotFound(f"model {source!r} was not found. Looked for:{places}")

@@ -256,15 +256,18 @@ class PrefixCache:
         lease.capacity_tokens = min(rule.capacity(lease, hold) for rule, hold in lease.pairs)
         return frontier
 
-    def release(self, lease: Lease, *, last_step: int, keep: bool = True, scheduled: int | None = None) -> None:
+    def release(
+        self, lease: Lease, *, last_step: int, keep: bool = True, scheduled: int | None = None, known: int = 0
+    ) -> None:
         """Give everything back, once; pages are fenced until `last_step` has retired.
 
-        Published pages stay cached. With `scheduled`, the number of positions launched, models with state groups also
-        keep the exact end of the sequence, so that it can be resumed there; not for a lease whose own step has failed
-        (`keep` False). Deepest positions go first, so that they are evicted first.
+        Published pages stay cached. With `scheduled`, the number of positions launched, and `known`, that of ids known by
+        now, models with state groups also keep the exact end of the sequence, so that it can be resumed there; not for
+        a lease whose own step has failed (`keep` False). Deepest positions go first, so that they are evicted first.
         """
         assert not lease.released, f"{lease} released twice"
         lease.released = True
+        lease.known = max(lease.known, known)
         del self._leases[lease.serial]
         if keep and scheduled and scheduled <= lease.known and lease.publishes and self._state_pages and not lease.tail:
             self._name_tail(lease, scheduled, last_step)

@@ -446,8 +446,8 @@ class Scheduler:
         c, slot = self.columns, sequence.slot
         last_step = int(c.last_step[slot])
         assert sequence.lease is not None
-        scheduled = int(c.scheduled[slot])
-        self.cache.release(sequence.lease, last_step=last_step, keep=keep, scheduled=scheduled)
+        scheduled, known = int(c.scheduled[slot]), int(c.known[slot])
+        self.cache.release(sequence.lease, last_step=last_step, keep=keep, scheduled=scheduled, known=known)
         c.vacate(slot)
         self._media.stop(slot)
         at = bisect.bisect_left(self._keys, sequence.key)

@@ -8,11 +8,12 @@ Invariants: every fault of the request is raised before anything is submitted.
 from __future__ import annotations
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from aengine.errors import InvalidRequest
 from aengine.server.body import read_body
 from aengine.server.chat_frames import ChatFrames, ChunkOptions, chat_answer
-from aengine.server.context import CONTEXT
+from aengine.server.context import CONTEXT, IGNORED
 from aengine.server.envelope import json_response
 from aengine.server.jobs import JobHead, collect, submit
 from aengine.server.prompts import chat_prompt
@@ -27,6 +28,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = (await read_body(request, ChatBody)).value
     model = context.served_name(body.model)
     sampling = chat_sampling(body, engine.model.vocab_size)
+    if body.chat_template is None:
+        sampling = replace(sampling, stop=(*sampling.stop, *engine.model.chat_stops))
+    if body.tools and "tools" not in (engine.text.chat_template or ""):
+        request[IGNORED] = (*request.get(IGNORED, ()), "tools")  # answered all the same: front-ends always send them
     prompt = await chat_prompt(body, engine, sampling.max_tokens)
     options = chunk_options(body, logprobs=bool(body.logprobs))
     head = JobHead.new("chatcmpl", model, context.fingerprint())

@@ -32,6 +32,8 @@ class ModelFacts(Protocol):
     @property
     def takes_images(self) -> bool: ...
     @property
+    def chat_stops(self) -> tuple[str, ...]: ...  # end an answer where the model has no template of its own
+    @property
     def created(self) -> int: ...  # unix seconds
 
 
@@ -74,6 +76,8 @@ class Text(Protocol):
         chat_template: str | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> list[int]: ...
+    @property
+    def chat_template(self) -> str | None: ...  # Jinja source; None: a plain fallback
     def token_text(self, id: int) -> str: ...
     def token_bytes(self, id: int) -> bytes: ...
 

@@ -8,17 +8,18 @@ would choose there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from aengine import AsyncEngine, RequestOutput, SamplingParams
 from aengine.config import home
 from aengine.memory import PoolStats, Window
-from aengine.models.store import resolve
-from tests.e2e.conftest import Reference, config, last, run_all
+from aengine.models.loader import load_config, load_tokenizer, open_checkpoint
+from aengine.models.store import ModelFiles, resolve
+from tests.e2e.conftest import config, last, run_all
 
 TIE = 1e-4
 LENGTHS = (100, 511, 512, 513, 1500)
@@ -30,11 +31,49 @@ TEXT = (
 )
 
 
+def published_config() -> Gemma3TextConfig:
+    """The model's published configuration."""
+    return Gemma3TextConfig(
+        vocab_size=262_144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        max_position_embeddings=32_768,
+        sliding_window=512,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+    )
+
+
+def reference_model(files: ModelFiles) -> Gemma3ForCausalLM:
+    """transformers' model with the weights of the GGUF file.
+
+    Its own GGUF reader parses 262,144 vocabulary entries in Python, twice: half a minute. The tensors it makes are
+    those of `open_checkpoint`, bit for bit, but for norms, which the file holds with one added.
+    """
+    checkpoint = open_checkpoint(files, load_config(files))
+    with torch.device("meta"):
+        model = Gemma3ForCausalLM(published_config())
+    weights = {}
+    for name, _ in model.named_parameters():
+        value = checkpoint.tensor(name, torch.float32)
+        weights[name] = value - 1.0 if "norm" in name else value
+    config = model.config
+    del model
+    return Gemma3ForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
+
+
 class Golden:
     """What the reference says about sequences seen so far, so that runs that agree cost it one forward."""
 
-    def __init__(self, reference: Reference) -> None:
-        self.reference = reference
+    def __init__(self, model: Gemma3ForCausalLM) -> None:
+        self.model = model
         self._seen: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def best(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +82,7 @@ class Golden:
         if key not in self._seen:
             with torch.inference_mode():
                 ids = torch.tensor([list(key[:-1])])
-                logits = self.reference.model(ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float()
+                logits = self.model(ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float()
             best = torch.log_softmax(logits, -1).topk(2)
             self._seen[key] = (best.values, best.indices)
         return self._seen[key]
@@ -60,25 +99,20 @@ class Golden:
 
 
 @pytest.fixture(scope="session")
-def gemma3() -> Path:
-    return resolve("gemma3-270m", home=home(), progress=None).path
+def gemma3() -> ModelFiles:
+    return resolve("gemma3-270m", home=home(), progress=None)
 
 
 @pytest.fixture(scope="session")
-def golden(gemma3: Path) -> Golden:
-    return Golden(Reference(gemma3))
+def golden(gemma3: ModelFiles) -> Golden:
+    return Golden(reference_model(gemma3))
 
 
 @pytest.fixture(scope="session")
-def ids(golden: Golden) -> list[int]:
+def ids(gemma3: ModelFiles) -> list[int]:
     """4,000 tokens of text that does not repeat itself."""
-    from aengine.models.loader import load_tokenizer
-    from aengine.models.store import ModelFiles
-
-    files = resolve("gemma3-270m", home=home(), progress=None)
-    assert isinstance(files, ModelFiles)
     parts = [TEXT.format(year=1801 + i, n=7 * i + 3, m=i % 9, day=1 + i % 28, page=11 * i) for i in range(50)]
-    tokens = load_tokenizer(files).encode("".join(parts))
+    tokens = load_tokenizer(gemma3).encode("".join(parts))
     assert len(tokens) >= 4000
     return tokens
 
@@ -122,12 +156,11 @@ async def test_hits_across_the_window_edge(golden: Golden, ids: list[int]) -> No
     async with AsyncEngine(gemma()) as engine:
         first = await last(engine, shared + ids[1200:1500], GREEDY)
         fork = await last(engine, shared + ids[2000:2040], GREEDY)
-        other = await last(engine, shared + ids[2100:2600], GREEDY)
+        other = await last(engine, shared + ids[2100:2150], GREEDY)
         turn = first.prompt_token_ids + first.outputs[0].token_ids
         second = await last(engine, turn + ids[3000:3030], GREEDY)
-        await last(engine, shared + ids[2700:2720], GREEDY, cache_salt="another tenant")
-        salted = await last(engine, shared + ids[2720:2740], GREEDY, cache_salt="a third")
-    golden.check([first, fork, other, second, salted])
+        salted = await last(engine, shared, SamplingParams(max_tokens=1), cache_salt="another tenant")
+    golden.check([first, fork, other, second])
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens == (len(turn) - 1) // 16 * 16
     assert other.num_cached_tokens == 1000 // 16 * 16
@@ -148,7 +181,7 @@ async def test_window_pages_of_a_long_prompt_stay_bounded(ids: list[int], golden
     """1,500 tokens in chunks of 128: the window group holds 512 tokens and what is in flight, not 1,500."""
     async with AsyncEngine(gemma(max_batched_tokens=128, prefix_caching=False)) as engine:
         held = []
-        async for output in engine.generate(ids[:1500], GREEDY):
+        async for output in engine.generate(prompts(ids)[-1], GREEDY):
             group, stats = window_stats(engine)
             if not output.finished:
                 held.append((group.live, stats.groups[0].live))

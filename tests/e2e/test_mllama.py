@@ -314,8 +314,10 @@ async def test_refusals_name_the_numbers(world: World, tmp_path: Path) -> None:
         numbers = r"45 tokens and 40 images of 800 entries in all need 3 \+ 80 KV pages"
         await refused(many, numbers, RequestTooLarge)
         await refused(many, "40 images", RequestTooLarge, max_tokens=None)
-        with pytest.raises(InvalidRequest, match="not an image"):  # a chat may come from strangers: no paths
-            await final(engine.chat([{"role": "user", "content": [{"type": "image", "image": str(tmp_path)}]}]))
+        stranger = [{"role": "user", "content": [{"type": "image", "image": str(tmp_path)}]}]
+        await refused(stranger, "not an image")  # messages may come from strangers: no paths
+        with pytest.raises(InvalidRequest, match="not an image"):
+            await final(engine.chat(stranger))
         fitted = await last(engine, {"prompt": "<|image|>", "images": [BIG]}, SamplingParams(max_tokens=None, seed=1))
         assert fitted.finished
 

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from aengine import RequestOutput
-from aengine.engine.build import kv_groups
+from aengine.engine.build import kv_groups, state_groups
 from aengine.engine.sizing import bytes_for, in_flight_tokens
-from aengine.models.loader import load_attention
+from aengine.models.loader import load_attention, load_states
 from aengine.models.store import resolve
 from tests.e2e.conftest import config
 
@@ -56,7 +56,9 @@ class Tiny:
         pool_of = changes.pop("pool_of", (512, 8))
         given = {"max_model_len": 512, "max_num_seqs": 16, "kv_bytes": 2**20} | changes
         made = config(model=str(self.folder), **given)
-        groups = kv_groups(load_attention(resolve(str(self.folder), home=self.folder)), "float32", made.cache.page_tokens)
+        files, page = resolve(str(self.folder), home=self.folder), made.cache.page_tokens
+        groups = kv_groups(load_attention(files), "float32", page)
+        groups += state_groups(load_states(files, torch.float32), page)
         tokens, count = pool_of
         each = bytes_for(groups, tokens, in_flight_tokens(made.scheduler))
         kv_bytes = int(count * each) + 2 * sum(group.payload_bytes for group in groups)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import aengine.engine.async_engine as async_engine
 from aengine import AsyncEngine, EngineConfig, SchedulerConfig
 from aengine.engine.build import Parts
 from aengine.engine.facts import ModelInfo, StartupReport
@@ -114,7 +113,7 @@ class Sim:
 @pytest.fixture
 def sim(monkeypatch: pytest.MonkeyPatch) -> Sim:
     made = Sim(pages=400, context=256, step_s=0.0)
-    monkeypatch.setattr(async_engine, "build", made.build)
+    monkeypatch.setattr("aengine.engine.build.build", made.build)
     return made
 
 

@@ -32,7 +32,8 @@ class Wrong(AssertionError):
 @dataclass(frozen=True)
 class Setting:
     """`window` 0: one full-attention group; else a second group with that window. `state` > 0: recurrent state too, its
-    checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens."""
+    checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens. `turns`: how often a
+    prompt goes on where an earlier request ended. `fail`, `fail_row`: how often a step breaks, or one row of it."""
 
     depth: int = 1
     pages: int = 40
@@ -43,9 +44,11 @@ class Setting:
     state: int = 0
     page: int = PAGE
     grid: int = 4096
+    turns: float = 0.0
     draft: float = 0.0
     abort: float = 0.05
     fail: float = 0.0
+    fail_row: float = 0.0
     max_tokens: int = 96
     prefix_caching: bool = True
 
@@ -85,22 +88,28 @@ class OracleDrafter:
 
 
 class Device:
-    """Launched steps, run one at a time when the episode says so. `executor` may be a faulty one."""
+    """Launched steps, run one at a time when the episode says so. `executor` may be a faulty one. Rows that break
+    write their pages with what does not belong there."""
 
     def __init__(self, executor: SimExecutor) -> None:
         self.executor = executor
-        self._queue: deque[tuple[StepPlan, bool]] = deque()
+        self._queue: deque[tuple[StepPlan, bool, list[int]]] = deque()
         self._results: dict[int, StepResult | None] = {}
 
-    def launch(self, step: StepPlan, *, fails: bool) -> None:
-        self._queue.append((self.executor.stage(step), fails))
+    def launch(self, step: StepPlan, *, fails: bool, bad_rows: list[int]) -> None:
+        self._queue.append((self.executor.stage(step), fails, bad_rows))
 
     def run_one(self) -> None:
         if not self._queue:
             return
-        step, fails = self._queue.popleft()
-        result = self.executor.run(garbled(step) if fails else step)
-        self._results[step.step] = None if fails else result
+        step, fails, bad = self._queue.popleft()
+        bad = list(range(len(step.slots))) if fails else bad
+        result = self.executor.run(garbled(step, bad) if bad else step)
+        failed = dict.fromkeys(bad, "planted failure")
+        counts = result.counts.copy()
+        counts[bad] = 0
+        broken = msgspec.structs.replace(result, counts=counts, failed=failed)
+        self._results[step.step] = None if fails else broken
 
     def wait(self, step: int) -> StepResult | None:
         while step not in self._results:
@@ -108,10 +117,13 @@ class Device:
         return self._results.pop(step)
 
 
-def garbled(step: StepPlan) -> StepPlan:
-    """The step as it looks when it breaks half-way: all its pages are written, none with what belongs there."""
-    ids = np.full(step.n_tokens, VOCAB, np.int32)
-    return msgspec.structs.replace(step, relay=np.zeros(len(step.slots), np.bool_), ids=ids)
+def garbled(step: StepPlan, rows: list[int]) -> StepPlan:
+    """The step with other ids in `rows`."""
+    relay = step.relay.copy()
+    relay[rows] = False
+    given = np.split(step.ids, np.cumsum(np.where(step.relay, 0, step.counts))[:-1])
+    ids = [np.full(step.counts[i], VOCAB, np.int32) if i in rows else part for i, part in enumerate(given)]
+    return msgspec.structs.replace(step, relay=relay, ids=np.concatenate(ids))
 
 
 def make_pool(s: Setting) -> tuple[Pool, list[SimGroup]]:
@@ -175,6 +187,8 @@ class Episode:
             n = self.rng.choice([1, 1, 1, 2, 4])
             prompt = shared[: self.rng.choice([0, 4, 8, 13, 24])]
             prompt = prompt + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 14))]
+            if self.s.turns and todo and self.rng.random() < self.s.turns:
+                prompt = self.next_turn(self.rng.choice(todo))
             most = self.rng.randint(1, 24)
             greedy = bool(self.s.draft) or self.rng.random() < 0.5
             params = SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=most)
@@ -195,6 +209,16 @@ class Episode:
                 handle += 1
             todo.append([r for r in group if self.cache.fits(r.max_total_tokens)])
         return todo
+
+    def next_turn(self, before: list[Request]) -> list[int]:
+        """The prompt and output of an earlier request, or the beginning of that, and a few tokens more."""
+        if not before:
+            return [1]
+        first = self.rng.choice(before)
+        most = first.max_total_tokens - len(first.prompt_ids)
+        said = oracle(first.prompt_ids, most, first.rules.stop_ids, first.seed)
+        ids = first.prompt_ids.tolist() + said[: self.rng.choice([most, most, self.rng.randint(0, most)])]
+        return ids[: self.s.max_tokens - 30] + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 5))]
 
     def submit(self, request: Request) -> None:
         most = request.max_total_tokens - len(request.prompt_ids)
@@ -219,7 +243,10 @@ class Episode:
             if step is not None:
                 fails = self.rng.random() < self.s.fail
                 self.plans.append(step)
-                self.device.launch(step, fails=fails)
+                bad_rows = []
+                if self.s.fail_row and self.rng.random() < self.s.fail_row:
+                    bad_rows = [self.rng.randrange(len(step.slots))]
+                self.device.launch(step, fails=fails, bad_rows=bad_rows)
                 in_flight.append((step.step, fails))
             while self.rng.random() < 0.4:
                 self.device.run_one()

@@ -25,6 +25,7 @@ class FakeModel:
     vocab_size: int = VOCAB
     eos_ids: tuple[int, ...] = (EOS,)
     has_chat_template: bool = True
+    chat_stops: tuple[str, ...] = ()
     takes_images: bool = False
     created: int = 1_700_000_000
 
