@@ -25,6 +25,7 @@ from aengine.cli import settings
 from aengine.cli.options import Parser, add_settings, config_of, print_config
 from aengine.cli.startup import binary_size
 from aengine.config import AengineConfig, home
+from aengine.errors import ConfigError
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "msgspec", "safetensors")
 EXTRAS = (("uvloop", "a faster event loop"), ("triton", "CUDA kernels"), ("flashinfer", "CUDA attention"))
@@ -56,7 +57,13 @@ def parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_of(args)
+    try:
+        config = config_of(args)
+    except ConfigError as error:  # what is wrong is what doctor is asked for
+        findings = examine(AengineConfig())
+        findings.problems.append((str(error), "the rest was examined with the default settings"))
+        print(as_text(findings))
+        return 1
     if args.print_config:
         return print_config(config)
     findings = examine(config)

@@ -64,7 +64,7 @@ async def tokenizer_info(request: web.Request) -> web.StreamResponse:
         "eos_token_ids": eos_ids,
         "vocab_size": engine.model.vocab_size,
         "model_max_length": engine.model.max_model_len,
-        "chat_template": getattr(engine.text, "chat_template", None),
+        "chat_template": engine.text.chat_template,
         "has_chat_template": engine.model.has_chat_template,
     }
     return json_response(info)

@@ -95,3 +95,12 @@ def test_settings_that_differ_are_listed_and_a_key_is_not_shown(store):
     assert "hidden-key" not in shown
     assert [line.split() for line in shown.splitlines() if line.strip().startswith("depth")] == [["depth", "0"]]
     assert json.dumps(shown)
+
+
+def test_a_wrong_setting_is_a_finding_not_an_end(monkeypatch, capsys):
+    monkeypatch.setenv("AENGINE_MAX_NUM_SEKS", "3")
+    args = doctor.parser().parse_args([])
+    assert doctor.run(args) == 1
+    out = capsys.readouterr().out
+    assert "max_num_sek" in out.lower()
+    assert "Python" in out

@@ -94,7 +94,7 @@ async def test_engine_and_server_are_put_together(monkeypatch, capsys):
     class Engine:
         report = FakeReport()
 
-        def __init__(self, config, *, on_phase):
+        def __init__(self, config, *, on_phase, on_progress=None):
             assert config == EngineConfig()
             self.on_phase = on_phase
 

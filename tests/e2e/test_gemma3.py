@@ -144,9 +144,21 @@ async def test_prompts_around_and_beyond_the_window_then_a_hot_cache(golden: Gol
     assert [output.num_cached_tokens for output in again] == [(length - 1) // 16 * 16 for length in LENGTHS]
 
 
-async def test_chunks_of_64_at_depth_0(golden: Golden, ids: list[int]) -> None:
+async def test_chunks_of_64_at_depth_0_hold_the_window_alone(golden: Golden, ids: list[int]) -> None:
+    """1,500 tokens in chunks of 64: the window group holds 512 tokens and one chunk, not 1,500; then at the edges."""
+    held = []
     async with AsyncEngine(gemma(max_batched_tokens=64, depth=0)) as engine:
-        golden.check(await run_all(engine, prompts(ids), GREEDY))
+        async for output in engine.generate(prompts(ids)[-1], GREEDY):
+            group, stats = window_stats(engine)
+            if not output.finished:
+                held.append((group.live, stats.groups[0].live))
+        assert min(held)[0] >= 512 // 16
+        assert max(window for window, _ in held) <= (511 + 64) // 16 + 2
+        assert max(full for _, full in held) >= 1500 // 16
+        edges = await run_all(engine, [prompts(ids)[1], prompts(ids)[3]], GREEDY)
+        group, stats = window_stats(engine)
+        assert group.live + group.fenced + stats.groups[0].live == 0
+    golden.check([output, *edges])
 
 
 async def test_hits_across_the_window_edge(golden: Golden, ids: list[int]) -> None:
@@ -168,26 +180,10 @@ async def test_hits_across_the_window_edge(golden: Golden, ids: list[int]) -> No
 
 
 async def test_a_tiny_pool_preempts_and_changes_nothing(golden: Golden, ids: list[int]) -> None:
-    """Room for little more than one long sequence; six of them start together and write 40 tokens each."""
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
-    six = [[ids[0], *ids[1 + 300 * i : 250 + 8 * i + 300 * i]] for i in range(6)]
-    async with AsyncEngine(gemma(kv_bytes=34 * 2**20, max_model_len=512, max_batched_tokens=128)) as engine:
-        outputs = await run_all(engine, six, params)
+    """Room for three sequences' prompts, but not for their answers; five start together."""
+    params = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True, logprobs=1)
+    five = [[ids[0], *ids[1 + 300 * i : 110 + 8 * i + 300 * i]] for i in range(5)]
+    async with AsyncEngine(gemma(kv_bytes=16 * 2**20, max_model_len=256, max_batched_tokens=128)) as engine:
+        outputs = await run_all(engine, five, params)
         assert engine.stats().preemptions > 0
     golden.check(outputs)
-
-
-async def test_window_pages_of_a_long_prompt_stay_bounded(ids: list[int], golden: Golden) -> None:
-    """1,500 tokens in chunks of 128: the window group holds 512 tokens and what is in flight, not 1,500."""
-    async with AsyncEngine(gemma(max_batched_tokens=128, prefix_caching=False)) as engine:
-        held = []
-        async for output in engine.generate(prompts(ids)[-1], GREEDY):
-            group, stats = window_stats(engine)
-            if not output.finished:
-                held.append((group.live, stats.groups[0].live))
-        assert held
-        assert max(window for window, _ in held) <= (511 + 2 * 128) // 16 + 2
-        assert max(full for _, full in held) >= 1500 // 16
-        group, stats = window_stats(engine)
-        assert group.live == group.cached == 0
-    golden.check([output])

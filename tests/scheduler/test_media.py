@@ -66,6 +66,7 @@ class Shadow:
         for slot, handle, start, count in zip(
             step.slots.tolist(), step.handles.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True
         ):
+            assert all(item < len(self.requests[handle].media) for item in self.rows[slot]), "another request's image"
             for item, media in enumerate(self.requests[handle].media):
                 if media.position < start + count and media.until > start:
                     held = [self.pages.get(page) for page in self.rows[slot][item]]
@@ -122,7 +123,7 @@ def result(step: StepPlan, failed: dict[int, str]) -> StepResult:
 
 def episode(seed: int) -> Counter[str]:
     rng = random.Random(seed)
-    made, shadow = make(rng.choice([9, 12, 40]), budget_tokens=rng.choice([3, 8, 16, 64]))
+    made, shadow = make(rng.choice([7, 8, 9, 12, 40]), budget_tokens=rng.choice([3, 8, 16, 64]))
     depth, seen = rng.randrange(3), Counter[str]()
     in_flight: deque[tuple[StepPlan, bool, dict[int, str], set[int]]] = deque()
     faults = rng.random() < 0.5
@@ -173,7 +174,7 @@ def test_random_episodes(first: int) -> None:
     seen = Counter[str]()
     for seed in range(first, first + 50):
         seen += episode(seed)
-    assert seen["preempted"] > 20
+    assert seen["preempted"] > 10
     assert seen["stop"] + seen["length"] > 200
     assert 0 < seen["computed"] < seen["placed"]
     assert seen["abort"]

@@ -45,6 +45,8 @@ class FakeMetrics:
 class FakeText:
     """Bytes as tokens; a chat is rendered as `<role>content` lines."""
 
+    chat_template = "{{ messages }}{{ tools }}"
+
     def __init__(self):
         self.calls = []
 
