@@ -107,7 +107,8 @@ def steady(rows: int, steps: int, *, caching: bool = True) -> Timed:
     """`rows` rows that decode, warmed up: every row has crossed pages."""
     output = steps + WARM_STEPS + 64
     pages = rows * (-(-(80 + output) // PAGE) + 1)
-    timed = Timed(make_scheduler(rows, 80 + output, pages, max(8192, 2 * rows), caching=caching))
+    budget = 80 * rows  # all prompts in one step: over several, shortest first would bring all rows to one page phase
+    timed = Timed(make_scheduler(rows, 80 + output, pages, budget, caching=caching))
     for handle in range(1, rows + 1):
         timed.scheduler.submit(request(handle, 64 + handle % PAGE, output))
     while int((timed.scheduler.columns.known >= 65).sum()) < rows:

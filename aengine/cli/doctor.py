@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+import aengine
 from aengine import __version__
 from aengine.cli import settings
 from aengine.cli.options import Parser, add_settings, config_of, print_config
 from aengine.cli.startup import binary_size
 from aengine.config import AengineConfig, home
-from aengine.errors import ConfigError
+from aengine.errors import AengineError, ConfigError
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "msgspec", "safetensors")
 EXTRAS = (("uvloop", "a faster event loop"), ("triton", "CUDA kernels"), ("flashinfer", "CUDA attention"))
@@ -43,9 +44,13 @@ COMPILERS = ("cc", "gcc", "clang")
 
 @dataclass(slots=True)
 class Findings:
-    """Facts are (section, name, text) in order of discovery; problems and notes are (what, hint)."""
+    """Facts are (section, name, text) in order of discovery; problems and notes are (what, hint).
+
+    `pages` are lines of a table: how the model's KV pages would be laid out.
+    """
 
     facts: list[tuple[str, str, str]] = field(default_factory=list)
+    pages: list[str] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
@@ -81,6 +86,7 @@ def examine(config: AengineConfig) -> Findings:
         _store,
         lambda found: _port(found, config),
         lambda found: _configuration(found, config),
+        lambda found: _pages(found, config),
     )
     for check in checks:
         try:
@@ -98,6 +104,8 @@ def as_text(findings: Findings) -> str:
             section = where
             lines += ["", where] if lines else [where]
         lines.append(f"  {name:<20} {text}")
+    if findings.pages:
+        lines += ["", findings.pages[0], *(f"  {line}" for line in findings.pages[1:])]
     for title, entries in (("problem", findings.problems), ("note", findings.notes)):
         lines += [f"\n{title}: {what}\n  → {hint}" for what, hint in entries]
     lines.append("" if findings.problems else "\nno problems found")
@@ -235,3 +243,17 @@ def _configuration(found: Findings, config: AengineConfig) -> None:
         found.facts.append(("configuration", setting.name, shown))
     if not changed:
         found.facts.append(("configuration", "settings", "all as by default"))
+
+
+def _pages(found: Findings, config: AengineConfig) -> None:
+    """How the memory for KV pages is divided among the model's kinds of layers. Fetches nothing, loads no weights."""
+    model = config.engine.model.model
+    try:
+        lines = aengine.describe_pages(config.engine)
+    except (AengineError, ImportError) as error:
+        found.problems.append((f"{model}: {error}", "choose another model with --model, or change the setting named"))
+        return
+    if lines:
+        found.pages = [f"KV pages of {model}", *lines]
+    else:
+        found.notes.append((f"the model {model} is not here yet", "the first start fetches it"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aengine.config import EngineConfig, usable_home
+from aengine.config import EngineConfig, home, usable_home
 from aengine.engine.facts import ModelInfo, StartupReport
 from aengine.engine.images import Images
 from aengine.engine.sizing import free_bytes, in_flight_tokens, size_pool
@@ -28,8 +28,8 @@ from aengine.memory.lifetimes import Cross, Lifetime
 from aengine.metrics import Metrics
 from aengine.models.images import ImageProcessor
 from aengine.models.chat import FALLBACK_STOPS
-from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, weights_digest
-from aengine.models.store import resolve
+from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, outline, weights_digest
+from aengine.models.store import present, resolve
 from aengine.models.vision_config import VisionConfig
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.protocol import Runner
@@ -209,6 +209,39 @@ def _lifetime(spec: AttentionSpec) -> Lifetime:
     return Chunk(spec.chunk) if spec.chunk else Full()
 
 
+def describe_pages(config: EngineConfig) -> tuple[str, ...]:
+    """The planner's table for `config.model`, without loading weights; empty when the model is not on this machine.
+
+    Raises ModelLoadError or ConfigError as `build` would.
+    """
+    files = present(config.model.model, home=home())
+    if files is None:
+        return ()
+    import torch
+
+    model = outline(files, _dtype(config, torch))
+    pages, context = _plan_pages(config, files, model)
+    return (*pages.describe().splitlines(), f"context {context} tokens")
+
+
+def _plan_pages(config: EngineConfig, files: ModelFiles, model: Model) -> tuple[PagePlan, int]:
+    """(page plan, context length in tokens) of all the model's groups."""
+    from aengine.kernels.ops import state_specs
+
+    groups = kv_groups(model.attention, str(model.dtype).removeprefix("torch."), config.cache.page_tokens)
+    groups += state_groups(state_specs(model), config.cache.page_tokens)
+    vision = load_config(files).vision
+    return size_pool(
+        groups,
+        config.cache,
+        config.scheduler,
+        model_context=model.max_context,
+        max_model_len=config.model.max_model_len,
+        free=free_bytes(),
+        media_tokens=() if vision is None else (vision.max_tokens,),
+    )
+
+
 # ---- cpu
 
 
@@ -230,19 +263,8 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
     ledger.sizes.append(("weights", model_bytes(model)))
     name = str(dtype).removeprefix("torch.")
     states = state_specs(model)
-    groups = kv_groups(model.attention, name, config.cache.page_tokens)
-    groups += state_groups(states, config.cache.page_tokens)
-    vision = load_config(files).vision
     with ledger.phase("KV pages"):
-        pages, context = size_pool(
-            groups,
-            config.cache,
-            config.scheduler,
-            model_context=model.max_context,
-            max_model_len=config.model.max_model_len,
-            free=free_bytes(),
-            media_tokens=() if vision is None else (vision.max_tokens,),
-        )
+        pages, context = _plan_pages(config, files, model)
         arena = Arena(pages)
     ledger.sizes.append(("KV pages", pages.arena_bytes))
     ledger.lines += pages.describe().splitlines()
@@ -252,7 +274,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         model,
         ops,
         arena.layer_kv([(spec.group, spec.layer) for spec in model.attention]),
-        table_columns=tuple(table_columns(spec, context) for spec in groups),
+        table_columns=tuple(table_columns(group.spec, context) for group in pages.groups),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=context,
         zero=arena.zero,
@@ -263,7 +285,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         stream = ThreadStream(initialise=lambda: torch.set_num_threads(torch_threads))
         return StreamRunner(stream, executor, loop)
 
-    return _Made(_names(config, files), pages, context, model.vocab_size, name, make_runner, vision)
+    return _Made(_names(config, files), pages, context, model.vocab_size, name, make_runner, load_config(files).vision)
 
 
 def available_cores() -> int:

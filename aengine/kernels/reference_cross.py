@@ -2,8 +2,9 @@
 
 Owns: writing an item's K and V into its pages, and attention of a step's tokens over the items they see.
 Does not know: models, vision towers, which token sees which item and why.
-Invariants: every entry of a visible item is seen, none behind its end: its last page may hold stale bytes there. Scores,
-softmax and sums are fp32. A token's result depends on its own query and items, and on how many tokens share a block.
+Invariants: every entry of a visible item is seen, none behind its end: its last page may hold stale bytes there.
+Scores, softmax and sums are fp32. A token's result depends on its own query and items, and on the size
+of its block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ QUERY_BLOCK = 32
 
 
 def write_items(k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor) -> None:
-    """k, v [L, kv_heads, head_dim]: entry i goes to place i % page of pages[i // page]; pages int64 [ceil(L / page)]."""
+    """k, v [L, kv_heads, head_dim]: entry i goes to place i % page of pages[i // page]; pages int64 [n]."""
     entries = torch.arange(len(k), device=pages.device)
     page, offset = pages[entries // kv.page_tokens], entries % kv.page_tokens
     kv.k[page, offset] = k.to(kv.k.dtype)

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from aengine.kernels.ops import AttentionSpec, Model, Ops, StateSpec
+from aengine.kernels.ops import Model, Ops
+from aengine.kernels.reference import ReferenceOps
 from aengine.models.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -24,20 +25,17 @@ from aengine.models.checkpoint import (
 from aengine.models.config import ModelConfig, config_from_folder
 from aengine.models.gguf import GGUFFile
 from aengine.models.gguf_config import config_from_gguf
-from aengine.models.lfm2 import state_layers
-from aengine.models.llama import attention_specs
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
 from aengine.models.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 __all__ = [
     "ModelFiles",
-    "load_attention",
     "load_config",
     "load_model",
-    "load_states",
     "load_tokenizer",
     "open_checkpoint",
+    "outline",
     "weights_digest",
 ]
 
@@ -47,14 +45,28 @@ def load_config(files: ModelFiles) -> ModelConfig:
     return config_from_gguf(GGUFFile(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
 
 
-def load_attention(files: ModelFiles) -> tuple[AttentionSpec, ...]:
-    """The attention layers, as the loaded model's `attention`, without reading weights."""
-    return attention_specs(load_config(files))
+class _Shapes:
+    """A checkpoint's tensors on the meta device: shapes without values, but for the small one that rope tables need."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def names(self) -> frozenset[str]:
+        return self._checkpoint.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.shape(name)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if name == "rope_freqs.weight":
+            return self._checkpoint.tensor(name, dtype)
+        return torch.empty(self.shape(name), dtype=dtype, device="meta")
 
 
-def load_states(files: ModelFiles, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """The layers with recurrent state, as the loaded model's `states`, without reading weights."""
-    return state_layers(load_config(files), dtype)
+def outline(files: ModelFiles, dtype: torch.dtype) -> Model:
+    """The model without its weights, to ask what it would hold: it cannot run. Reads the files' directories only."""
+    config = load_config(files)
+    return MODELS[config.family].load(config, _Shapes(open_checkpoint(files, config)), ReferenceOps(), dtype)
 
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:

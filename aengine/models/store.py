@@ -53,6 +53,17 @@ def resolve(source: str, *, home: Path, progress: Progress | None = None) -> Mod
     return ModelFiles("hf", _from_hub(source, looked, progress), source, home)
 
 
+def present(source: str, *, home: Path) -> ModelFiles | None:
+    """As `resolve`, but fetches nothing: None when the model is not on this machine."""
+    if source in PACKAGED:
+        path = home / "models" / source / PACKAGED[source].file
+        return ModelFiles("gguf", path, source, home) if path.exists() else None
+    if Path(source).expanduser().exists():
+        return _local(Path(source).expanduser(), home)
+    snapshot = cached_snapshot(source) if HUB_ID.fullmatch(source) and not source.endswith(".gguf") else None
+    return ModelFiles("hf", snapshot, source, home) if snapshot is not None else None
+
+
 def _local(path: Path, home: Path) -> ModelFiles:
     path = path.resolve()
     if path.is_file():

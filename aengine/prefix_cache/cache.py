@@ -343,6 +343,16 @@ class PrefixCache:
         pages = self.needed_pages(0, media_tokens)
         return tuple(need if index in self.item_groups else 0 for index, need in enumerate(pages))
 
+    def owed_pages(self, lease: Lease, total_tokens: int, media_tokens: Sequence[int] = ()) -> tuple[int, ...]:
+        """Most pages of each group that `lease` still takes until it holds `total_tokens` positions and those items,
+        which it does not hold yet."""
+        need = self.needed_pages(total_tokens, media_tokens)
+        pairs = zip(need, lease.pairs, strict=True)
+        return tuple(
+            pages if isinstance(rule, ItemRules) else max(0, pages - len(rule.pages(hold)))
+            for pages, (rule, hold) in pairs
+        )
+
     def fits(self, total_tokens: int, media_tokens: Sequence[int] = ()) -> bool:
         """Whether such a sequence could run to its end alone; the start-up sizer asks the same function."""
         return self.pool.plan.fits(total_tokens, media_tokens=media_tokens, in_flight_tokens=self.in_flight_tokens)

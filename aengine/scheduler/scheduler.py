@@ -94,6 +94,7 @@ class Scheduler:
         self._tables: list[TableDelta] = []  # for the next plan: even a step that is not built may have changed tables
         self._setups: list[SlotSetup] = []
         self._zero: list[int] = []
+        self._lacking = False  # a running sequence got no pages in the plan being made
         self._media = MediaBook(cache.item_groups)
 
     # ---- verbs
@@ -116,7 +117,16 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
+        plan = self._plan_step()
+        tries = len(self._keys) + 2
+        while plan is None and tries and self._unstick():
+            plan = self._plan_step()
+            tries -= 1
+        return plan
+
+    def _plan_step(self) -> StepPlan | None:
         self._settle()
+        self._lacking = False
         build = PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
         self._plan_decodes(build)
         self._plan_prefills(build)
@@ -283,9 +293,10 @@ class Scheduler:
             build.prompt_targets(slot, targets.copy())
 
     def _admit(self) -> list[Sequence]:
-        """Give slots to waiting sequences while a slot is free and their whole prompt has room."""
+        """Give slots to waiting sequences while a slot is free and their whole prompt has room; none while a running
+        one is short of pages."""
         fresh: list[Sequence] = []
-        if not self._free_slots or not len(self.waiting):
+        if not self._free_slots or not len(self.waiting) or self._lacking:
             return fresh
         owed, items = self._owed_pages(), self._media.owed()
         while self._free_slots:
@@ -294,7 +305,7 @@ class Scheduler:
                 break
             lease = self._acquire(sequence, self._free_slots[-1])
             lacking = self._media.lacking(lease, beside=items)
-            need = self.cache.needed_pages(len(sequence.ids) + 1 - lease.cached_tokens, tuple(lacking.values()))
+            need = self.cache.owed_pages(lease, len(sequence.ids) + 1, tuple(lacking.values()))
             wanted = tuple(map(add, owed, need))
             if self.cache.pool.shortage(wanted) is not None:
                 self.cache.release(lease, last_step=0)
@@ -309,10 +320,11 @@ class Scheduler:
     def _owed_pages(self) -> tuple[int, ...]:
         """Pages of each group for the known tokens and items of running sequences that have none yet."""
         c, order = self.columns, self._order
-        tokens = c.known[order] - np.maximum(c.capacity[order], c.scheduled[order])
         owed = (0,) * len(self.cache.capacity)
-        for count in tokens[tokens > 0].tolist():
-            owed = tuple(map(add, owed, self.cache.needed_pages(count)))
+        for slot in order[c.known[order] > np.maximum(c.capacity[order], c.scheduled[order])].tolist():
+            lease = self.at(slot).lease
+            assert lease is not None
+            owed = tuple(map(add, owed, self.cache.owed_pages(lease, int(c.known[slot]))))
         return tuple(map(add, owed, self.cache.media_pages(tuple(self._media.owed().values()))))
 
     def _acquire(self, sequence: Sequence, slot: int) -> Lease:
@@ -326,13 +338,13 @@ class Scheduler:
             salt=request.cache_salt,
             adapter=request.adapter,
             cause="resume" if sequence.admitted else request.cause,
-            max_hit=sequence.prompt_logprobs_done if sequence.wants_prompt_logprobs else None,
+            max_hit=0 if sequence.scattered else sequence.hit_limit,
             media=media_items(request),
         )
 
     def _start(self, sequence: Sequence, lease: Lease) -> None:
         c, slot = self.columns, self._free_slots.pop()
-        sequence.slot, sequence.lease = slot, lease
+        sequence.slot, sequence.lease, sequence.scattered = slot, lease, False
         self._by_slot[slot] = sequence
         c.occupy(slot, sequence.request, sequence.ids, lease.cached_tokens)
         c.capacity[slot] = lease.capacity_tokens
@@ -368,6 +380,7 @@ class Scheduler:
             if not grown.short:
                 return grown
             if not self._make_room(sequence, grown.short, build):
+                self._lacking = True
                 return None
 
     def _try_grow(self, sequence: Sequence, upto: int, step: int, drafts: int = 0) -> Grown:
@@ -405,6 +418,26 @@ class Scheduler:
                 self._preempt(victim)
                 freed = True
         return freed
+
+    def _unstick(self) -> bool:
+        """Nothing runs and nothing could be planned: begin the oldest again without hits, if there is one.
+
+        A sequence that fits the arena may still lack pages when those it holds lie one in each large page: then no
+        large page can go to the group that needs one. Without hits its pages come close together.
+        """
+        if self._in_flight:
+            return False
+        if self._keys:
+            sequence = self.at(int(self._order[-1]))
+            self._preempt(sequence)
+        else:
+            head = self.waiting.head()
+            if head is None or head.scattered:
+                return False
+            sequence = head
+            self._blocked = (-1, -1)
+        sequence.scattered = True
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         c, slot = self.columns, sequence.slot

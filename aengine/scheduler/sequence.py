@@ -18,7 +18,7 @@ from aengine.types import Int32s, Request
 class Sequence:
     """`ids` int32 [known] are the tokens to (re)compute when it is admitted: prompt plus output so far."""
 
-    __slots__ = ("aborted", "admitted", "finished", "ids", "key", "lease", "prompt_logprobs_done", "request", "slot")
+    __slots__ = ("aborted", "admitted", "finished", "ids", "key", "lease", "prompt_logprobs_done", "request", "scattered", "slot")
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -30,6 +30,7 @@ class Sequence:
         self.finished = False
         self.admitted = False
         self.prompt_logprobs_done = 0  # prompt positions whose log-probabilities were delivered
+        self.scattered = False  # to be started without hits: the pages it held were too far apart
 
     @property
     def prompt_tokens(self) -> int:
@@ -39,6 +40,11 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         wanted = self.request.sampling.prompt_logprobs is not None
         return wanted and self.prompt_logprobs_done < self.prompt_tokens - 1
+
+    @property
+    def hit_limit(self) -> int | None:
+        """Prompt positions whose log-probabilities are still wanted have to be computed."""
+        return self.prompt_logprobs_done if self.wants_prompt_logprobs else None
 
     def __repr__(self) -> str:
         place = f"slot {self.slot}" if self.slot >= 0 else "finished" if self.finished else "waiting"

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from aengine import RequestOutput
 from aengine.engine.build import kv_groups, state_groups
 from aengine.engine.sizing import bytes_for, in_flight_tokens
-from aengine.models.loader import load_attention, load_states
+from aengine.kernels.ops import state_specs
+from aengine.models.loader import outline
 from aengine.models.store import resolve
 from tests.e2e.conftest import config
 
@@ -57,8 +58,8 @@ class Tiny:
         given = {"max_model_len": 512, "max_num_seqs": 16, "kv_bytes": 2**20} | changes
         made = config(model=str(self.folder), **given)
         files, page = resolve(str(self.folder), home=self.folder), made.cache.page_tokens
-        groups = kv_groups(load_attention(files), "float32", page)
-        groups += state_groups(load_states(files, torch.float32), page)
+        model = outline(files, torch.float32)
+        groups = kv_groups(model.attention, "float32", page) + state_groups(state_specs(model), page)
         tokens, count = pool_of
         each = bytes_for(groups, tokens, in_flight_tokens(made.scheduler))
         kv_bytes = int(count * each) + 2 * sum(group.payload_bytes for group in groups)
@@ -72,9 +73,7 @@ def _randomise(model: Any, seed: int) -> None:
         for name, value in model.named_parameters():
             if "norm" in name:
                 value.add_(torch.randn_like(value) * 0.3)
-            elif "sinks" in name:
-                value.copy_(torch.randn_like(value))
-            elif "embed" in name:
+            elif "sinks" in name or "embed" in name:
                 value.copy_(torch.randn_like(value))
             else:
                 value.copy_(torch.randn_like(value) * 0.25)
