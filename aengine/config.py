@@ -155,6 +155,7 @@ class ServerConfig:
     port: int = _setting(8000, "port to listen on; 0: any free one")
     api_key: str | None = _setting(None, "key that clients must send as a bearer token; unset: none needed")
     cors_origins: tuple[str, ...] = _setting((), "origins besides localhost that browsers may call from")
+    client_chat_templates: bool = _setting(False, "let requests bring a chat template: a program that runs unchecked")
     max_body_bytes: int = _setting(8 * 2**20, "largest request body (for instance 8MiB)")
     shutdown_timeout_s: float = _setting(30.0, "seconds that open requests get to end after Ctrl-C")
     keepalive_s: float = _setting(15.0, "idle seconds after which a stream gets a keep-alive comment")

@@ -69,6 +69,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            self._make_tuple(name)
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise InvalidRequest(f"{name} is {value!r}, not an integer"[:200], param=name)
         _check_range("n", self.n, 1, 1024)
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
@@ -98,6 +104,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     raise InvalidRequest(f"logit_bias[{token}] is {bias}, not in [-100, 100]", param="logit_bias")
         if any(not text for text in self.stop):
             raise InvalidRequest("stop contains an empty string", param="stop")
+        _check_bad_words(self.bad_words)
+
+    def _make_tuple(self, name: str) -> None:
+        """A single string or id stands for itself, not for its characters; lists become tuples."""
+        value = getattr(self, name)
+        if isinstance(value, str | int):
+            msgspec.structs.force_setattr(self, name, (value,))
+        elif value is None or not isinstance(value, tuple):
+            msgspec.structs.force_setattr(self, name, tuple(value or ()))
 
     @property
     def greedy(self) -> bool:
@@ -107,6 +122,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def needs_history(self) -> bool:
         """Whether sampling depends on earlier tokens (penalties, bad words)."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.bad_words)
+
+
+BAD_WORDS_MAX = 128
+BAD_WORD_CHARS_MAX = 256
+
+
+def _check_bad_words(words: tuple[str, ...]) -> None:
+    """Each word costs work at every step of its request."""
+    if len(words) > BAD_WORDS_MAX:
+        raise InvalidRequest(f"{len(words)} bad_words; at most {BAD_WORDS_MAX} are allowed", param="bad_words")
+    for word in words:
+        if not word.strip():
+            raise InvalidRequest("bad_words contains an empty word", param="bad_words")
+        if len(word) > BAD_WORD_CHARS_MAX:
+            raise InvalidRequest(
+                f"a bad word has {len(word)} characters; at most {BAD_WORD_CHARS_MAX} are allowed", param="bad_words"
+            )
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
@@ -284,9 +316,14 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class StepHandle(Protocol):
-    """A launched step. Awaited exactly once; raises StepFailed when the step raised."""
+    """A launched step. Awaited exactly once; raises StepFailed when the step raised.
+
+    `launched` False: the device never heard of it, nor of the tables and set-ups it carried; no later step may be
+    launched before it was awaited.
+    """
 
     step: int
+    launched: bool
 
     async def wait(self) -> StepResult: ...
 

@@ -194,7 +194,9 @@ def show(case: Case, rows: dict[str, dict[str, float]]) -> None:
     for name, row in rows.items():
         cells = f"{100 * row['waste']:9.2f}{100 * row['waste_worst']:9.2f}{100 * row['free']:8.2f}"
         ratio = ours / row["concurrency"]
-        print(f"  {name:22}{cells}{row['concurrency']:9.1f}{ratio:11.3f}{row['preempted_per_request']:11.3f}", flush=True)
+        print(
+            f"  {name:22}{cells}{row['concurrency']:9.1f}{ratio:11.3f}{row['preempted_per_request']:11.3f}", flush=True
+        )
 
 
 def judge(report: Report, case: Case, rows: dict[str, dict[str, float]]) -> None:

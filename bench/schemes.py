@@ -108,7 +108,9 @@ class MultiSize:
         while at < job.length:
             upto = min(at + self._chunk, job.length, lease.next_boundary(at))
             grown = self.cache.grow(lease, upto, self._step, job.length, start=at)
-            if grown.short:  # room for the whole prompt is exact for one call; earlier chunks may have used it otherwise
+            if (
+                grown.short
+            ):  # room for the whole prompt is exact for one call; earlier chunks may have used it otherwise
                 self.cache.release(lease, last_step=self._step - 1)
                 self.broken_admissions += 1
                 return False

@@ -38,7 +38,9 @@ class Traced:
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--traces", type=Path, default=DEFAULT, help="folder with the trace files (see bench/traces.py)")
+    parser.add_argument(
+        "--traces", type=Path, default=DEFAULT, help="folder with the trace files (see bench/traces.py)"
+    )
 
 
 def azure(folder: Path) -> list[Traced]:

@@ -251,7 +251,7 @@ def _pages(found: Findings, config: AengineConfig) -> None:
     try:
         lines = aengine.describe_pages(config.engine)
     except (AengineError, ImportError) as error:
-        found.problems.append((f"{model}: {error}", "choose another model with --model, or change the setting named"))
+        found.problems.append((f"{model}: {error}", "name another model, or change the setting at fault"))
         return
     if lines:
         found.pages = [f"KV pages of {model}", *lines]

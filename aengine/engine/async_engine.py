@@ -16,7 +16,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 
@@ -27,10 +27,11 @@ from aengine.engine.gather import Gathered
 from aengine.engine.images import take_images
 from aengine.engine.intake import Intake
 from aengine.engine.output import Choice, OutputTask
+from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
 from aengine.metrics import Metrics
-from aengine.types import MediaInput, RequestOutput, SamplingParams
+from aengine.types import Int32s, MediaInput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from aengine.engine.build import Parts
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 LAG_EVERY_S = 0.1
 MAX_IMAGE_BYTES = 2 * 2**30  # preprocessed images of open requests: 140 of four tiles of 560 pixels (15 MB each)
 STALL_S = 60.0  # no step has ended for so long while work waits: unhealthy
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
 class AsyncEngine:
@@ -54,6 +54,8 @@ class AsyncEngine:
     While it starts, and from a worker thread, `on_phase(name, seconds)` is called when a phase ends, and
     `on_progress(what, done, total)` while something long goes on (a download in bytes, weights in layers).
     """
+
+    _frozen: ClassVar[int] = 0  # engines of this process whose objects the garbage collector skips
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class AsyncEngine:
         self._next_handle = 1
         self._image_bytes = 0
         self._streams: dict[str, tuple[RequestStream, list[int]]] = {}
+        self._encoding: dict[str, bool] = {}  # requests on their way to `submit` -> whether aborted meanwhile
 
     # ---- life
 
@@ -84,7 +87,14 @@ class AsyncEngine:
         if self.phase != "created":
             raise RuntimeError(f"an engine starts once; this one is {self.phase}")
         self.phase = "loading"
-        parts = await asyncio.to_thread(self._build)
+        try:
+            parts = await asyncio.to_thread(self._build)
+        except BaseException:
+            self.phase = "failed" if self.phase != "closed" else "closed"
+            raise
+        if self.phase == "closed":
+            parts.close()
+            raise NotReady("the engine was closed while it was loading")
         runner = parts.make_runner(asyncio.get_running_loop())
         core = Core(parts.scheduler, runner, self.config.scheduler.depth, parts.metrics)
         self._parts, self._core, self.report = parts, core, parts.report
@@ -99,6 +109,7 @@ class AsyncEngine:
         ]
         gc.collect()
         gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
+        AsyncEngine._frozen += 1
         self.phase = "ready"
 
     def _build(self) -> Parts:
@@ -113,7 +124,8 @@ class AsyncEngine:
         return parts
 
     def _phase_ended(self, name: str, seconds: float) -> None:
-        self.phase = f"loading ({name} done)"
+        if self.phase.startswith("loading"):
+            self.phase = f"loading ({name} done)"
         if self._on_phase is not None:
             self._on_phase(name, seconds)
 
@@ -140,24 +152,24 @@ class AsyncEngine:
 
     async def close(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, let open ones end for up to `drain_s` seconds, then stop. May be called twice."""
-        if self.phase in ("created", "closed"):
+        if self._core is None or self.phase == "closed":  # not started, still loading, failed to load, or closed
             self.phase = "closed"
             return
-        if self._core is not None and self.phase != "dead":
+        if self.phase != "dead":
             self.phase = "draining"
             await self._drain(drain_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._core is not None and self._parts is not None:
-            await self._core.drain_device()
-            await self._runner.close()
-            self._parts.text.close()
-            self._parts.images.close()
+        await self._core.drain_device()
+        await self._runner.close()
+        self._loaded().close()
         for stream, _ in list(self._streams.values()):
             stream.fail(NotReady("the engine was shut down before the request ended"))
         self._streams.clear()
-        gc.unfreeze()
+        AsyncEngine._frozen -= 1
+        if not AsyncEngine._frozen:  # another engine of this process may still count on it
+            gc.unfreeze()
         self.phase = "closed"
 
     async def _drain(self, drain_s: float) -> None:
@@ -177,7 +189,7 @@ class AsyncEngine:
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int32s,
         sampling: SamplingParams,
         *,
         request_id: str,
@@ -216,6 +228,8 @@ class AsyncEngine:
         stream = RequestStream(
             request_id, requests[0].prompt_ids.tolist(), len(requests), lambda: self._abort(request_id)
         )
+        if sampling.prompt_logprobs is not None:
+            stream.prompt_logprobs = [None]
         self._streams[request_id] = (stream, handles)
         text = self.text
         for index, request in enumerate(requests):
@@ -232,6 +246,9 @@ class AsyncEngine:
         return self._abort(request_id)
 
     def _abort(self, request_id: str) -> bool:
+        if request_id in self._encoding:
+            self._encoding[request_id] = True
+            return True
         entry = self._streams.get(request_id)
         if entry is None or self._core is None:
             return False
@@ -269,10 +286,12 @@ class AsyncEngine:
 
     def _check_room(self, n: int) -> None:
         assert self._core is not None
-        queued, limit = self._core.queued, self.config.scheduler.max_waiting
+        settings, queued = self.config.scheduler, self._core.queued
+        limit = settings.max_waiting
         if n > limit:
             raise InvalidRequest(f"n is {n}; the waiting room holds {limit}, so it could never be queued", param="n")
-        if queued + n > limit:
+        slots = settings.max_num_seqs - self._core.scheduler.stats().running
+        if queued + n > limit + slots:  # those that a free slot will take at once do not wait
             assert self._parts is not None
             self._parts.metrics.request_rejected("queue_full")
             raise QueueFull(
@@ -293,7 +312,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate from a text, token ids, or chat messages; yields the growing RequestOutput, the last one finished.
 
@@ -306,16 +325,19 @@ class AsyncEngine:
         loop (break, cancellation) aborts the request.
         """
         sampling = sampling or SamplingParams()
-        text, ids, images = await self._encode(prompt)
+        name = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
+        read, aborted = await self._read(name, prompt)
         stream = self.submit(
-            ids,
+            read.ids,
             sampling,
-            request_id=request_id or f"req-{uuid.uuid4().hex}",
+            request_id=name,
             priority=priority,
-            cache_salt=cache_salt,
-            images=images,
+            cache_salt=cache_salt or "",
+            images=read.images,
         )
-        gathered = Gathered(stream, text, sampling.n, logprobs=sampling.logprobs is not None)
+        if aborted:
+            stream.abort()
+        gathered = Gathered(stream, read.text, sampling.n, logprobs=sampling.logprobs is not None)
         try:
             async for delta in stream:
                 yield gathered.add(delta)
@@ -329,7 +351,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        cache_salt: str = "",
+        cache_salt: str | None = None,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -356,27 +378,17 @@ class AsyncEngine:
         InvalidRequest."""
         return await self._loaded().images.read(sources, files=files)
 
-    async def _encode(self, prompt: Prompt) -> tuple[str | None, list[int], list[MediaInput]]:
+    async def _read(self, request_id: str, prompt: Prompt) -> tuple[PromptTokens, bool]:
+        """(the prompt's tokens, whether the request was aborted while they were made)."""
         self._ready()
-        if isinstance(prompt, Mapping):
-            return await self._encode_with_images(prompt)
-        if isinstance(prompt, str):
-            return prompt, await self.text.encode(prompt), []
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            return await self._encode_with_images({"messages": prompt})
-        return None, list(cast(Sequence[int], prompt)), []
-
-    async def _encode_with_images(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int], list[MediaInput]]:
-        images = await self.read_images(list(prompt.get("images") or ()), files=True)
-        if "messages" in prompt:
-            messages, sources = take_images(prompt["messages"], images)  # these may come from strangers: no paths
-            images = await self.read_images(sources)
-            return None, await self.text.encode_chat(messages), images
-        if "prompt_token_ids" in prompt:
-            return None, list(prompt["prompt_token_ids"]), images
-        if not isinstance(prompt.get("prompt"), str):
-            raise InvalidRequest("a prompt needs one of prompt, prompt_token_ids or messages", param="prompt")
-        return prompt["prompt"], await self.text.encode(prompt["prompt"]), images
+        if request_id in self._encoding:
+            raise InvalidRequest(f"request id {request_id[:100]!r} is in use", param="request_id")
+        self._encoding[request_id] = False
+        try:
+            read = await read_prompt(prompt, self.text, self._loaded().images)
+        finally:
+            aborted = self._encoding.pop(request_id)
+        return read, aborted
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached page no running request uses."""
@@ -407,10 +419,11 @@ class AsyncEngine:
         parts = self._loaded()
         assert self._core is not None
         assert self._output is not None
+        dead = self._death is not None  # nothing runs any more, whatever the scheduler last said
         scheduler, cache = parts.scheduler.stats(), parts.scheduler.cache.stats()
         return EngineStats(
-            running=scheduler.running,
-            waiting=self._core.queued,
+            running=0 if dead else scheduler.running,
+            waiting=0 if dead else self._core.queued,
             in_flight=scheduler.in_flight,
             preemptions=scheduler.preemptions,
             zombie_rows=scheduler.zombie_rows,

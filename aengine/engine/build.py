@@ -26,8 +26,8 @@ from aengine.errors import ConfigError
 from aengine.memory import Chunk, Full, GroupSpec, LayerSpec, PagePlan, Part, Pool, State, Window, attention_group
 from aengine.memory.lifetimes import Cross, Lifetime
 from aengine.metrics import Metrics
-from aengine.models.images import ImageProcessor
 from aengine.models.chat import FALLBACK_STOPS
+from aengine.models.images import ImageProcessor
 from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, outline, weights_digest
 from aengine.models.store import present, resolve
 from aengine.models.vision_config import VisionConfig
@@ -59,6 +59,11 @@ class Parts:
     scheduler: Scheduler
     make_runner: RunnerFactory
     report: StartupReport
+
+    def close(self) -> None:
+        """End the worker threads; does not wait for what they are doing."""
+        self.text.close()
+        self.images.close()
 
 
 @dataclass(slots=True)
@@ -121,7 +126,7 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         chat_stops=() if tokenizer.has_chat_template or template is not None else FALLBACK_STOPS,
         image_token=None if made.vision is None else made.vision.image_token,
     )
-    text = TextProcessor(tokenizer, chat_template=template)
+    text = TextProcessor(tokenizer, max_context=made.context, chat_template=template)
     return Parts(model, text, images, metrics, scheduler, made.make_runner, ledger.report())
 
 

@@ -21,6 +21,7 @@ from aengine.scheduler import Scheduler
 from aengine.types import Request, StepHandle, StepOutputs, StepPlan, StepResult
 
 OUTPUT_BACKLOG = 256
+FAILURES_MAX = 16  # steps that fail in a row before the engine gives up: a broken device must not look alive
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class FailedLaunch:
 
     step: int
     error: BaseException
+    launched: bool = False
 
     async def wait(self) -> StepResult:
         raise StepFailed(f"step {self.step} could not be launched: {self.error}") from self.error
@@ -46,6 +48,7 @@ class Progress:
     steps: int = 0
     steps_overlapped: int = 0
     device_s: float = 0.0
+    failures: int = 0  # steps that failed since one did not
 
     def move(self, waiting_for: str) -> None:
         self.at_s = time.monotonic()
@@ -95,9 +98,11 @@ class Core:
             if plan is not None:
                 in_flight.append((self._launch(plan), time.perf_counter()))
             await self._emit(self.scheduler.flush())
+            while in_flight and not in_flight[-1][0].launched:
+                await self._retire_oldest()
             if len(in_flight) > self._depth or (in_flight and plan is None):
                 await self._retire_oldest()
-            elif plan is None and not self._inbox:
+            elif plan is None and not in_flight and not self._inbox:
                 await self._wait_for_work()
 
     def _drain_inbox(self) -> None:
@@ -124,8 +129,12 @@ class Core:
             result = await handle.wait()
         except StepFailed as error:
             self._metrics.step_failed()
+            self.progress.failures += 1
+            if self.progress.failures >= FAILURES_MAX:
+                raise RuntimeError(f"{FAILURES_MAX} steps failed in a row, the last with: {error}") from error
             outputs = self.scheduler.fail(handle.step, str(error))
         else:
+            self.progress.failures = 0
             outputs = self.scheduler.commit(result)
             self.progress.device_s += result.device_s
             self._metrics.step(time.perf_counter() - launched_s, result.device_s, overlapped=overlapped)
@@ -138,8 +147,11 @@ class Core:
 
     async def _wait_for_work(self) -> None:
         self._wake.clear()
-        self.progress.move("requests")
+        idle = not self.scheduler.has_unfinished
+        self.progress.waiting_for = "requests" if idle else "a plan: nothing can run"
         await self._wake.wait()
+        if idle:  # a request that comes while others are stuck is no progress
+            self.progress.move("planning")
 
     async def drain_device(self) -> None:
         """After the loop was cancelled: let launched steps end, ignoring their results."""

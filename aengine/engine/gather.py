@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from aengine.engine.stream import RequestStream
 from aengine.errors import StepFailed
 from aengine.types import CompletionOutput, FinishReason, OutputDelta, RequestOutput
@@ -39,10 +41,16 @@ class Gathered:
             request_id=self._stream.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._stream.prompt_ids,
-            outputs=self._outputs,
+            outputs=[_copy(output) for output in self._outputs],
             finished=finished,
             prompt_logprobs=self._stream.prompt_logprobs,
             num_cached_tokens=self._stream.cached_tokens,
             ttft_s=self._ttft_s,
             e2e_s=time.monotonic() - self._began_s if finished else None,
         )
+
+
+def _copy(output: CompletionOutput) -> CompletionOutput:
+    """What a program keeps must not grow under its hands."""
+    logprobs = None if output.logprobs is None else list(output.logprobs)
+    return msgspec.structs.replace(output, token_ids=list(output.token_ids), logprobs=logprobs)

@@ -36,7 +36,7 @@ class Images:
         self._threads = ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="aengine-image")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, sources: Sequence[Any], *, files: bool = False) -> list[MediaInput]:
         """`files`: paths may be opened, which only this process's own code may ask for. Raises InvalidRequest."""

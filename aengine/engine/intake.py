@@ -37,7 +37,7 @@ class Intake:
 
     def requests(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int32s,
         sampling: SamplingParams,
         *,
         request_id: str,
@@ -48,6 +48,7 @@ class Intake:
         images: Sequence[MediaInput] = (),
     ) -> list[Request]:
         """The sampling.n Requests; raises InvalidRequest, ContextLengthExceeded or RequestTooLarge."""
+        _check_labels(request_id, priority, cache_salt)
         ids = self._check_prompt(prompt_ids)
         self._check_sampling(sampling)
         media = place_images(ids, images, self._model.image_token)
@@ -74,7 +75,7 @@ class Intake:
             for i in range(sampling.n)
         ]
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> Int32s:
+    def _check_prompt(self, prompt_ids: Sequence[int] | Int32s) -> Int32s:
         limit = self._model.max_model_len
         if len(prompt_ids) == 0:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
@@ -85,9 +86,14 @@ class Intake:
                 param="prompt",
             )
         try:
-            ids = np.array(prompt_ids, np.int64)
+            given = np.asarray(prompt_ids)
         except (OverflowError, ValueError, TypeError) as error:
-            raise InvalidRequest("prompt token ids are not integers of 64 bits", param="prompt") from error
+            raise InvalidRequest("prompt token ids are not a list of integers", param="prompt") from error
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise InvalidRequest(
+                f"prompt token ids are {given.ndim}-dimensional {given.dtype}, not one list of integers", param="prompt"
+            )
+        ids = given.astype(np.int64)
         bad = ids[(ids < 0) | ((ids >= self._model.vocab_size) & (ids != self._model.image_token))]
         if len(bad):
             raise InvalidRequest(
@@ -172,3 +178,14 @@ class Intake:
 
 def _counts(pages: tuple[int, ...]) -> str:
     return " + ".join(map(str, pages))
+
+
+def _check_labels(request_id: str, priority: int, cache_salt: str) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidRequest("request_id is not a text of at least one character", param="request_id")
+    if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(f"priority is {priority!r}, not an integer of 32 bits"[:200], param="priority")
+    try:
+        cache_salt.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise InvalidRequest("cache_salt is not a text of valid Unicode", param="cache_salt") from error

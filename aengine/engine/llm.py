@@ -13,11 +13,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aengine.config import EngineConfig, ModelConfigArgs
-from aengine.engine.async_engine import AsyncEngine, Prompt
-from aengine.errors import InvalidRequest
+from aengine.engine.async_engine import AsyncEngine
+from aengine.engine.prompts import Prompt
+from aengine.errors import InvalidRequest, NotReady
 from aengine.types import RequestOutput, SamplingParams
 
 T = TypeVar("T")
@@ -78,7 +80,14 @@ class LLM:
             each = list(sampling)
         if len(each) != len(listed):
             raise InvalidRequest(f"{len(listed)} prompts, but {len(each)} SamplingParams", param="sampling")
-        return self._call(self._generate(listed, each, progress)).result()
+        if self._loop.is_closed():
+            raise NotReady("this LLM is closed")
+        running = self._call(self._generate(listed, each, progress))
+        try:
+            return running.result()
+        except BaseException:  # Ctrl-C too: nothing may go on that nobody waits for
+            running.cancel()
+            raise
 
     def chat(
         self,
@@ -129,11 +138,11 @@ class LLM:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt -> [prompt]. A list is one prompt when it holds token ids or messages."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
         return [prompts]
-    if len(prompts) and (isinstance(prompts[0], int) or _is_message(prompts[0])):
+    if len(prompts) and (isinstance(prompts[0], int | np.integer) or _is_message(prompts[0])):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    return list(prompts)
 
 
 def _is_message(value: object) -> bool:

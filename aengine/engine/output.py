@@ -121,6 +121,7 @@ class OutputTask:
         """The engine is dead: every open stream ends with an error."""
         for choice in list(self._choices.values()):
             choice.stream.fail(EngineDead(message))
+            self._account(choice, FinishReason.ERROR)
         self._choices.clear()
         self._empty.set()
 
@@ -202,9 +203,7 @@ class OutputTask:
         choice = self._choices.get(handle)
         if choice is None:
             return
-        if choice.stream.prompt_logprobs is None:
-            choice.stream.prompt_logprobs = [None]
-        choice.stream.prompt_logprobs.extend(token_logprobs(logprobs, i) for i in range(len(logprobs.ranks)))
+        choice.stream.add_prompt_logprobs([token_logprobs(logprobs, i) for i in range(len(logprobs.ranks))])
 
 
 def token_logprobs(logprobs: Logprobs, position: int) -> TokenLogprob:

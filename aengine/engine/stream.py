@@ -26,6 +26,7 @@ class RequestStream:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self._pending: dict[int, OutputDelta] = {}
         self._unfinished = n
+        self._first_ended = False
         self._error: AengineError | None = None
         self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
@@ -48,12 +49,14 @@ class RequestStream:
         self.completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._unfinished -= 1
+            self._first_ended |= delta.index == 0
         self._notify()
         self._end()
 
     def fail(self, error: AengineError) -> None:
         """End the stream: the reader gets what is pending, then the error."""
         self._error = error
+        self._first_ended = True
         self._unfinished = 0
         self._notify()
         self._end()
@@ -67,6 +70,18 @@ class RequestStream:
     def _notify(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def add_prompt_logprobs(self, scores: list[TokenLogprob]) -> None:
+        """Scores of the next prompt tokens; nothing is read before they are complete."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs.extend(scores)
+        if not self._held():
+            self._notify()
+
+    def _held(self) -> bool:
+        """Whether prompt log-probabilities are still to come: another choice may be ahead of the one that has them."""
+        scores = self.prompt_logprobs
+        return scores is not None and len(scores) < len(self.prompt_ids) and not self._first_ended
 
     # ---- read by the requester
 
@@ -82,7 +97,9 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        while not self._pending:
+        if self._waiter is not None:
+            raise RuntimeError(f"request {self.request_id} has a reader already")
+        while not self._pending or self._held():
             if self._error is not None:
                 raise self._error
             if self._unfinished == 0:

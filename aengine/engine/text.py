@@ -14,21 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from aengine.errors import AengineError, InvalidRequest
+from aengine.errors import AengineError, ContextLengthExceeded, InvalidRequest
 from aengine.models.detokenize import TextStream
 from aengine.models.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
 TEXT_THREADS = 2
+CHARS_PER_TOKEN_MAX = 256  # the longest tokens of common vocabularies are runs of 128 blanks
 
 
 class TextProcessor:
     """All coroutines raise InvalidRequest when the text cannot be processed."""
 
-    def __init__(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, max_context: int, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self._chat_template = chat_template
+        self._max_context = max_context
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="aengine-text")
 
     @property
@@ -37,7 +39,17 @@ class TextProcessor:
         return self._chat_template or self.tokenizer.chat_template
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit before seconds go into encoding it."""
+        most = self._max_context * CHARS_PER_TOKEN_MAX
+        if len(text) > most:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(text):,} characters; no more than {most:,} can make up the context of "
+                f"{self._max_context} tokens",
+                param="prompt",
+            )
 
     async def _run(self, fn: Callable[[], T]) -> T:
         try:
@@ -48,9 +60,12 @@ class TextProcessor:
             raise InvalidRequest(f"the text cannot be tokenized: {type(error).__name__}: {error}"[:500]) from error
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self._check_length(text)
         return await self._run(partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens))
 
     async def encode_batch(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        for text in texts:
+            self._check_length(text)
         return await self._run(partial(self.tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens))
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -8,6 +8,7 @@ GGUF map lives while tensors made from it are being built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,7 +47,8 @@ def load_config(files: ModelFiles) -> ModelConfig:
 
 
 class _Shapes:
-    """A checkpoint's tensors on the meta device: shapes without values, but for the small one that rope tables need."""
+    """A checkpoint's tensors on the meta device: shapes without values, but for scalars and what rope tables are made
+    of, which models turn into host numbers and tables at load."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -58,9 +60,10 @@ class _Shapes:
         return self._checkpoint.shape(name)
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        if name == "rope_freqs.weight":
+        shape = self.shape(name)
+        if name == "rope_freqs.weight" or math.prod(shape) == 1:
             return self._checkpoint.tensor(name, dtype)
-        return torch.empty(self.shape(name), dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def outline(files: ModelFiles, dtype: torch.dtype) -> Model:

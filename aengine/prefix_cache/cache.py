@@ -261,9 +261,10 @@ class PrefixCache:
     ) -> None:
         """Give everything back, once; pages are fenced until `last_step` has retired.
 
-        Published pages stay cached. With `scheduled`, the number of positions launched, and `known`, that of ids known by
-        now, models with state groups also keep the exact end of the sequence, so that it can be resumed there; not for
-        a lease whose own step has failed (`keep` False). Deepest positions go first, so that they are evicted first.
+        Published pages stay cached. With `scheduled`, the number of positions launched, and `known`, that of ids known
+        by now, models with state groups also keep the exact end of the sequence, so that it can be resumed there; not
+        for a lease whose own step has failed (`keep` False). Deepest positions go first, so that they are evicted
+        first.
         """
         assert not lease.released, f"{lease} released twice"
         lease.released = True
@@ -279,6 +280,12 @@ class PrefixCache:
         drop = self.pool.drop
         for _, page in held:
             drop(page, last_step)
+
+    def withdraw(self, lease: Lease) -> None:
+        """Release a lease that no step ever used, as if it had not been acquired: it does not count as a query."""
+        self._counters.query(lease.cause, -lease.known, queries=-1)
+        self._counters.hit(lease.cause, -lease.cached_tokens)
+        self.release(lease, last_step=0, keep=False)
 
     def _name_tail(self, lease: Lease, tokens: int, step: int) -> None:
         """Name what the sequence leaves behind at its exact length, so that it can be resumed there."""
@@ -299,23 +306,42 @@ class PrefixCache:
         """`step` failed: un-publish what was published for it and for later steps, by all leases or by one (whose row
         failed alone).
 
-        Returns the handles of other leases that hold such pages, oldest first; what they compute is worthless, and they
-        publish nothing any more.
+        Returns the handles of other leases that have built on such pages, or on pages of those, oldest first; what they
+        compute is worthless, and they publish nothing any more.
         """
         if lease is not None:
             lease.publishes = False
-        publisher: dict[Page, int] = {}
-        for page, serial in self._journal.take(step, None if lease is None else lease.serial):
-            publisher[page] = serial
-            self.pool.unpublish(page)
-        tainted = []
-        for serial, holder in self._leases.items():
-            owners = [publisher[page] for page in self._held(holder) if page in publisher]
-            if owners:
-                holder.publishes = False
+        spoiled: dict[int, int] = {}  # serial -> handle
+        todo = [None if lease is None else lease.serial]
+        while todo:
+            pages, names = self._take_back(step, todo.pop())
+            for serial, holder in self._leases.items():
+                if serial in spoiled or holder is lease:
+                    continue
+                owners = [pages[page] for page in self._held(holder) if page in pages]
+                owners += [names[name] for name in self._adopted(holder) if name in names]
+                holder.publishes = holder.publishes and not owners
                 if any(owner != serial for owner in owners):
-                    tainted.append(holder.handle)
-        return tuple(tainted)
+                    spoiled[serial] = holder.handle
+                    if lease is not None:
+                        todo.append(serial)
+        return tuple(spoiled[serial] for serial in sorted(spoiled))
+
+    def _take_back(self, step: int, serial: int | None) -> tuple[dict[Page, int], dict[tuple[int, bytes], int]]:
+        """Un-publish. Returns the publisher by page, and by (group, name): the page may have another name by now."""
+        pages: dict[Page, int] = {}
+        names: dict[tuple[int, bytes], int] = {}
+        for page, key, owner in self._journal.take(step, serial):
+            names[page.group, key] = owner
+            if page.key is key:
+                pages[page] = owner
+                self.pool.unpublish(page)
+        return pages, names
+
+    def _adopted(self, lease: Lease) -> list[tuple[int, bytes]]:
+        """(group, name) of states that the lease has gone on from; it may have let go of their pages."""
+        pairs = [(rule.index, hold) for rule, hold in lease.pairs if isinstance(rule, StateRules)]
+        return [(group, name) for group, hold in pairs for name in hold.adopted]
 
     def _held(self, lease: Lease) -> list[Page]:
         return [page for rule, hold in lease.pairs for page in rule.pages(hold)]

@@ -34,16 +34,15 @@ class Journal:
         for done in [s for s in self._steps if s <= step]:
             del self._steps[done]
 
-    def take(self, step: int, serial: int | None) -> list[tuple[Page, int]]:
-        """Remove and return (page, serial) of `step` and later, of one lease or of all; only pages that still bear the
-        name they got then."""
+    def take(self, step: int, serial: int | None) -> list[tuple[Page, bytes, int]]:
+        """Remove and return (page, name it got then, serial) of `step` and later, of one lease or of all."""
         out = []
         for failed in sorted(s for s in self._steps if s >= step):
             kept = []
             for page, key, owner in self._steps[failed]:
                 if serial is not None and owner != serial:
                     kept.append((page, key, owner))
-                elif page.key is key:
-                    out.append((page, owner))
+                else:
+                    out.append((page, key, owner))
             self._steps[failed] = kept
         return out

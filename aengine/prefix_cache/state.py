@@ -25,7 +25,7 @@ class StateHold:
     `read_at`: tokens whose state it is. `write`: the page written by the last grown step.
     """
 
-    __slots__ = ("changed", "edge", "group", "read", "read_at", "step", "table", "write")
+    __slots__ = ("adopted", "changed", "edge", "group", "read", "read_at", "step", "table", "write")
 
     def __init__(self, group: int) -> None:
         self.group = group
@@ -36,6 +36,7 @@ class StateHold:
         self.step = -1  # the last step that read `read`
         self.table = [0, 0]
         self.changed = False
+        self.adopted: list[bytes] = []  # names of the states of others that it went on from
 
     def unsent(self) -> bool:
         """Whether the device has another pair."""
@@ -83,6 +84,7 @@ class StateRules:
         if hold.write is not None:
             self.pool.drop(hold.write, step - 1)
             hold.write = None
+        hold.adopted.append(lease.chain.digests[tokens // self.page * self._stride - 1])
         hold.read, hold.read_at, hold.edge = page, tokens, tokens
 
     def has_tail(self, chain: TokenChain, tokens: int, key: bytes) -> bool:
@@ -91,6 +93,7 @@ class StateRules:
     def adopt_tail(self, lease: Lease, hold: StateHold, tokens: int, key: bytes) -> None:
         hold.read, hold.read_at, hold.edge = self._names[key], tokens, tokens
         self.pool.pin(hold.read)
+        hold.adopted.append(key)
 
     def claim_tail(self, hold: StateHold) -> None:
         """The state read stays as it is: the next step writes another page."""

@@ -44,8 +44,8 @@ class Counters:
     late_hit_tokens: int = 0
     lost_to_sparse_tokens: int = 0
 
-    def query(self, cause: str, tokens: int) -> None:
-        self.queries += 1
+    def query(self, cause: str, tokens: int, *, queries: int = 1) -> None:
+        self.queries += queries
         self.query_tokens[cause] = self.query_tokens.get(cause, 0) + tokens
 
     def hit(self, cause: str, tokens: int) -> None:

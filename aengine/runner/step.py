@@ -38,8 +38,9 @@ class Executor(Protocol[Staged]):
 class _Handle:
     """A `StepHandle` on a future that the waiter resolves."""
 
-    def __init__(self, step: int, future: asyncio.Future[StepResult]) -> None:
+    def __init__(self, step: int, future: asyncio.Future[StepResult], *, launched: bool) -> None:
         self.step = step
+        self.launched = launched
         self._future = future
         self._awaited = False
 
@@ -65,17 +66,16 @@ class StreamRunner(Generic[Staged]):
         if self._closed:
             raise RuntimeError(f"step {plan.step} was launched on a closed runner")
         future: asyncio.Future[StepResult] = self._loop.create_future()
-        self._in_flight.add(future)
         results: list[StepResult] = []
-        self._stream.launch(self._work(plan, results))
-        self._waiter.notify(self._stream.record(), partial(self._resolve, plan.step, future, results))
-        return _Handle(plan.step, future)
-
-    def _work(self, plan: StepPlan, results: list[StepResult]) -> partial[None]:
         try:
-            return partial(self._run, self._executor.stage(plan), results)
+            staged = self._executor.stage(plan)
         except Exception as error:  # a plan that cannot be staged is a failed step, in its place in the order
-            return partial(_raise, error)
+            self._resolve(plan.step, future, results, error)
+            return _Handle(plan.step, future, launched=False)
+        self._in_flight.add(future)
+        self._stream.launch(partial(self._run, staged, results))
+        self._waiter.notify(self._stream.record(), partial(self._resolve, plan.step, future, results))
+        return _Handle(plan.step, future, launched=True)
 
     def _run(self, staged: Staged, results: list[StepResult]) -> None:
         started = time.perf_counter()
@@ -109,5 +109,3 @@ class StreamRunner(Generic[Staged]):
         await asyncio.to_thread(self._waiter.close)
 
 
-def _raise(error: Exception) -> None:
-    raise error

@@ -70,6 +70,7 @@ class TorchExecutor:
     ) -> None:
         self._model = model
         self._zero_pages = zero
+        self._lost: str | None = None
         self._ops = ops
         self._kv = tuple(kv)
         self._states = tuple(states)
@@ -98,9 +99,7 @@ class TorchExecutor:
             self._staging.release(staged)
 
     def _run(self, staged: Staged) -> StepResult:
-        if staged.zero and self._zero_pages is not None:
-            self._zero_pages(staged.zero)
-        self._update_slots(staged.setups, staged.tables)
+        self._apply(staged)
         tokens = lay_out(staged)
         width = max(1, int(staged.samples.max(initial=0)))
         rows = len(staged.slots)
@@ -123,6 +122,19 @@ class TorchExecutor:
         )
 
     # ---- state by slot
+
+    def _apply(self, staged: Staged) -> None:
+        """Bring tables and slots up to date. If that fails, what is on the device is unknown: a later step could write
+        through a stale table, so none may run any more (the engine dies of it)."""
+        if self._lost is not None:
+            raise RuntimeError(f"the block tables are lost since {self._lost}")
+        try:
+            if staged.zero and self._zero_pages is not None:
+                self._zero_pages(staged.zero)
+            self._update_slots(staged.setups, staged.tables)
+        except BaseException as error:
+            self._lost = f"step {staged.step} failed with {error!r}"
+            raise
 
     def _update_slots(self, setups: Sequence[SlotSetup], deltas: Sequence[TableDelta]) -> None:
         for setup in setups:

@@ -162,7 +162,7 @@ def _fail_rows(scheduler: Scheduler, rows: Int64s, slots: Int64s, result: StepRe
 def _take_prompt_logprobs(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
     for row, logprobs in result.prompt_logprobs.items():
         sequence = scheduler.sequence(int(plan.handles[row]))
-        if sequence is None or sequence.aborted or sequence.slot < 0:
+        if sequence is None or sequence.slot < 0 or scheduler.columns.mute[sequence.slot]:
             continue
         again = sequence.prompt_logprobs_done - int(plan.starts[row])  # positions delivered before a preemption
         fresh = Logprobs(logprobs.ids[again:], logprobs.values[again:], logprobs.ranks[again:])

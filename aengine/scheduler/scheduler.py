@@ -159,10 +159,19 @@ class Scheduler:
         for handle, slot in zip(plan.handles.tolist(), plan.slots.tolist(), strict=True):
             if self.columns.handle[slot] == handle:
                 self.finish(self.at(slot), FinishReason.ERROR, error=message, keep=False)
-        for handle in tainted:
+        for handle in (*tainted, *self._untold(plan)):
             self._void(handle)
+        self._zero = [*plan.zero, *self._zero]
         self._settle()
         return self.flush()
+
+    def _untold(self, plan: StepPlan) -> list[int]:
+        """Sequences without a row in a failed step whose set-up, pages or zeroing it carried: the device may not have
+        heard of them, so they start again."""
+        slots = {setup.slot for setup in plan.setups} | {delta.slot for delta in plan.tables}
+        slots |= {placed.slot for placed in plan.media}
+        told = self._order.tolist() if plan.zero else sorted(slots)
+        return [sequence.request.handle for slot in told if (sequence := self._by_slot[slot]) is not None]
 
     def flush(self) -> StepOutputs:
         """Outputs gathered since the last flush; finishes may also come from `plan`."""
@@ -208,7 +217,8 @@ class Scheduler:
         ready = (total - c.scheduled[order] == 1) & (total < c.limit[order]) & ~c.paused[order] & ~c.drafting[order]
         if self._drafter is not None:
             ready &= c.pending[order] == 0  # a draft needs to know the last token
-        slots = order[ready][: build.left]
+        slots = order[ready]
+        slots = slots[: self._decode_room(slots, build.left)]
         if self._drafter is not None:
             slots = self._plan_drafts(slots, build)
         crossing = c.scheduled[slots] >= c.capacity[slots]
@@ -217,6 +227,21 @@ class Scheduler:
             if lacking:
                 slots = slots[~np.isin(slots, lacking)]
         build.decode(slots)
+
+    def _decode_room(self, slots: Int64s, budget: int) -> int:
+        """How many decode rows may run: all that the budget holds, but for a share of it that older prompts need."""
+        if len(slots) < budget:
+            return budget
+        youngest = self.at(int(slots[budget - 1])).key
+        head = self.waiting.head()
+        waits = head is not None and head.key < youngest and bool(self._free_slots)
+        c = self.columns
+        for slot in self._order.tolist():
+            sequence = self.at(slot)
+            if waits or sequence.key >= youngest:
+                break
+            waits = not c.paused[slot] and int(c.known[slot] + c.pending[slot] - c.scheduled[slot]) > 1
+        return budget - max(1, min(self.page_tokens, budget // 2)) if waits else budget
 
     def _grow_decode(self, slot: int, build: PlanBuilder) -> bool:
         if slot in build.held:
@@ -308,7 +333,7 @@ class Scheduler:
             need = self.cache.owed_pages(lease, len(sequence.ids) + 1, tuple(lacking.values()))
             wanted = tuple(map(add, owed, need))
             if self.cache.pool.shortage(wanted) is not None:
-                self.cache.release(lease, last_step=0)
+                self.cache.withdraw(lease)
                 self._blocked = (sequence.request.handle, self._room_version)
                 break
             owed = wanted

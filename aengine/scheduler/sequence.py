@@ -18,7 +18,18 @@ from aengine.types import Int32s, Request
 class Sequence:
     """`ids` int32 [known] are the tokens to (re)compute when it is admitted: prompt plus output so far."""
 
-    __slots__ = ("aborted", "admitted", "finished", "ids", "key", "lease", "prompt_logprobs_done", "request", "scattered", "slot")
+    __slots__ = (
+        "aborted",
+        "admitted",
+        "finished",
+        "ids",
+        "key",
+        "lease",
+        "prompt_logprobs_done",
+        "request",
+        "scattered",
+        "slot",
+    )
 
     def __init__(self, request: Request) -> None:
         self.request = request

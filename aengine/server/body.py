@@ -47,6 +47,12 @@ async def read_body(request: web.Request, type: type[T]) -> Body[T]:
         raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
     refuse_constraints(fields)
     value = decode_json(data, type)
+    if getattr(value, "chat_template", None) is not None and not request.app[CONTEXT].config.client_chat_templates:
+        raise InvalidRequest(
+            "chat_template in a request is a program for this server to run; it is refused unless the server was "
+            "started with --client-chat-templates",
+            param="chat_template",
+        )
     known = _known_fields(type)
     ignored = tuple(name for name in fields if name not in known)
     if ignored:

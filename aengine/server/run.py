@@ -97,11 +97,11 @@ def _signals(stopping: asyncio.Event) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
-        if stopping.is_set():
-            log.warning("second signal: ending at once")
-            logging.shutdown()
-            os._exit(128 + number)
+        log.info("signal %d: stopping; a second one ends at once", number)
         stopping.set()
+        for each in _SIGNALS:  # a plain handler: it must work when the loop is stuck
+            loop.remove_signal_handler(each)
+            signal.signal(each, _end_at_once)
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
@@ -110,3 +110,9 @@ def _signals(stopping: asyncio.Event) -> Iterator[None]:
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    log.warning("second signal: ending at once")
+    logging.shutdown()
+    os._exit(128 + number)

@@ -104,3 +104,20 @@ def test_a_wrong_setting_is_a_finding_not_an_end(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "max_num_sek" in out.lower()
     assert "Python" in out
+
+
+def test_the_page_table_of_a_model_on_this_machine_is_shown(store, monkeypatch):
+    lines = ("9 large pages of 1 MiB", "group   lifetime", "window  window(512)")
+    monkeypatch.setattr(doctor.aengine, "describe_pages", lambda config: lines, raising=False)
+    text = doctor.as_text(doctor.examine(FREE))
+    assert "KV pages of smollm2-135m\n  9 large pages of 1 MiB\n" in text
+    assert "  window  window(512)" in text
+
+
+def test_a_model_that_is_not_here_is_a_note_and_a_broken_one_a_problem(store, tmp_path):
+    assert any("is not here yet" in what for what, _ in doctor.examine(FREE).notes)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    args = doctor.parser().read([str(tmp_path / "broken"), "--port", "0"])
+    (problem,) = doctor.examine(config_of(args)).problems
+    assert "unsupported architecture" in problem[0]

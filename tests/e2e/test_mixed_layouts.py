@@ -107,7 +107,7 @@ async def test_a_tiny_pool_preempts_and_changes_nothing(tiny: Tiny, depth: int) 
     ) as engine:
         outputs = await run_all(engine, prompts(lengths), LONG)
         again = await run_all(engine, prompts(lengths), LONG)
-        assert engine.stats().preemptions >= 4
+        assert engine.stats().preemptions > 0
     assert_follows(outputs, tiny)
     assert_follows(again, tiny)
 

@@ -105,7 +105,7 @@ class Sim:
             return StreamRunner(ThreadStream(), self.executor, loop)
 
         model = ModelInfo(("sim",), self.context, VOCAB, (EOS,), True, 0)
-        text = TextProcessor(self.tokenizer)  # type: ignore[arg-type]
+        text = TextProcessor(self.tokenizer, max_context=self.context)  # type: ignore[arg-type]
         on_phase("build", 0.0)
         return Parts(model, text, Images(None), Metrics(model_name="sim"), scheduler, make_runner, StartupReport())
 

@@ -211,12 +211,12 @@ async def test_refusals_name_their_numbers(sim: Sim) -> None:
             made.submit([256], GREEDY, request_id="a")
         with pytest.raises(InvalidRequest, match="no tokens"):
             made.submit([], GREEDY, request_id="a")
-        for i in range(2):
+        for i in range(3):  # one for the free slot, two that wait
             made.submit([1], GREEDY, request_id=f"q{i}")
         with pytest.raises(InvalidRequest, match="in use"):
             made.submit([1], GREEDY, request_id="q0")
-        with pytest.raises(QueueFull, match="2 requests are waiting; the waiting room holds 2") as full:
-            made.submit([1], GREEDY, request_id="q2")
+        with pytest.raises(QueueFull, match="3 requests are waiting; the waiting room holds 2") as full:
+            made.submit([1], GREEDY, request_id="q3")
         assert full.value.retry_after_s is not None
         assert full.value.retry_after_s >= 1
 

@@ -1,4 +1,4 @@
-"""gpt-oss and Llama 4 against transformers on tiny random models: logits of a whole sequence, configurations, experts."""
+"""gpt-oss and Llama 4 against transformers on tiny random models: logits of a whole sequence, settings, experts."""
 
 from __future__ import annotations
 

@@ -32,8 +32,9 @@ class Wrong(AssertionError):
 @dataclass(frozen=True)
 class Setting:
     """`window` 0: one full-attention group; else a second group with that window. `state` > 0: recurrent state too, its
-    checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens. `turns`: how often a
-    prompt goes on where an earlier request ended. `fail`, `fail_row`: how often a step breaks, or one row of it."""
+    checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens; a large page holds
+    `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`, `fail_row`: how
+    often a step breaks, or one row of it."""
 
     depth: int = 1
     pages: int = 40
@@ -44,6 +45,7 @@ class Setting:
     state: int = 0
     page: int = PAGE
     grid: int = 4096
+    slab: int = 1
     turns: float = 0.0
     draft: float = 0.0
     abort: float = 0.05
@@ -96,6 +98,10 @@ class Device:
         self._queue: deque[tuple[StepPlan, bool, list[int]]] = deque()
         self._results: dict[int, StepResult | None] = {}
 
+    def refuse(self, step: StepPlan) -> None:
+        """The launch itself failed: the device never hears of the step, nor of what it carried."""
+        self._results[step.step] = None
+
     def launch(self, step: StepPlan, *, fails: bool, bad_rows: list[int]) -> None:
         self._queue.append((self.executor.stage(step), fails, bad_rows))
 
@@ -136,7 +142,8 @@ def make_pool(s: Setting) -> tuple[Pool, list[SimGroup]]:
     if s.state:
         layer = LayerSpec("state", (Part("sum", (32,), "float32"),))
         specs.append(GroupSpec("state", State(), (layer,), tokens_per_page=s.state))
-    pages = plan(specs, s.pages * specs[0].payload_bytes)
+    payload = specs[0].payload_bytes
+    pages = plan(specs, s.pages * payload, large_bytes=s.slab * payload if s.slab > 1 else None)
     return Pool(pages), [sim_group(group, pages.large_pages) for group in pages.groups]
 
 
@@ -246,8 +253,13 @@ class Episode:
                 bad_rows = []
                 if self.s.fail_row and self.rng.random() < self.s.fail_row:
                     bad_rows = [self.rng.randrange(len(step.slots))]
-                self.device.launch(step, fails=fails, bad_rows=bad_rows)
                 in_flight.append((step.step, fails))
+                if fails and step.step % 2:
+                    self.device.refuse(step)
+                    while in_flight:  # nothing may be launched before this is known
+                        self._commit(in_flight.popleft()[0])
+                    continue
+                self.device.launch(step, fails=fails, bad_rows=bad_rows)
             while self.rng.random() < 0.4:
                 self.device.run_one()
             if len(in_flight) > self.s.depth or (in_flight and step is None):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import aengine.scheduler.results as results
+from aengine.prefix_cache import Lease
 from aengine.runner.sim import SimExecutor
 from aengine.scheduler import Scheduler
-from aengine.types import Bools, StepPlan
+from aengine.types import Bools, StepOutputs, StepPlan, StepResult
 from tests.races.harness import Episode, Setting
 
 SEEDS = range(60)
@@ -43,9 +44,9 @@ class TablesByReference(SimExecutor):
 class NoFence(Scheduler):
     """Gives pages and slots back at once, whatever is in flight."""
 
-    def _release(self, sequence) -> None:  # type: ignore[no-untyped-def]
+    def _release(self, sequence, *, keep: bool = True) -> None:  # type: ignore[no-untyped-def]
         self.columns.last_step[sequence.slot] = 0
-        super()._release(sequence)
+        super()._release(sequence, keep=keep)
 
 
 class TwoReleasePaths(Scheduler):
@@ -71,6 +72,39 @@ class WindowByScheduled(Scheduler):
                 at = int(c.scheduled[slot])
                 self.cache.commit(sequence.lease, at, int(min(at, c.known[slot])), 0)
         return plan
+
+
+class RetiresBeforeRetracting(Scheduler):
+    """Forgets what a step has published before it is known whether the step failed."""
+
+    def _oldest_in_flight(self, step: int) -> StepPlan:
+        plan = super()._oldest_in_flight(step)
+        self.cache.retire(step)
+        return plan
+
+
+class GoesOnAfterRollback(Scheduler):
+    """Goes on behind the accepted drafts although the state there is gone."""
+
+    def commit(self, result: StepResult) -> StepOutputs:
+        rollback = self.cache.rollback
+
+        def kept(lease: Lease, upto: int, *, last_step: int = -1) -> int:
+            rollback(lease, upto, last_step=last_step)
+            return upto
+
+        self.cache.rollback = kept  # type: ignore[method-assign]
+        try:
+            return super().commit(result)
+        finally:
+            self.cache.rollback = rollback  # type: ignore[method-assign]
+
+
+class NeverBeginsAgain(Scheduler):
+    """Leaves a sequence stuck whose pages lie one in each large page."""
+
+    def _unstick(self) -> bool:
+        return False
 
 
 def test_no_fence_with_tables_by_reference_is_caught() -> None:
@@ -100,3 +134,23 @@ def test_window_pruned_by_scheduled_length_is_caught() -> None:
     setting = dataclasses.replace(TIGHT, window=6, draft=1.0, pages=40)
     assert caught(setting) == 0
     assert caught(setting, scheduler_type=WindowByScheduled) > len(SEEDS) // 4
+
+
+@pytest.mark.parametrize("fails", [{"fail": 0.05}, {"fail_row": 0.1}])
+@pytest.mark.parametrize("state", [0, 4])
+def test_pages_of_failed_steps_that_stay_published_are_caught(fails: dict[str, float], state: int) -> None:
+    setting = Setting(depth=1, pages=30, state=state, grid=8, turns=0.5, **fails)  # type: ignore[arg-type]
+    assert caught(setting) == 0
+    assert caught(setting, scheduler_type=RetiresBeforeRetracting) > len(SEEDS) // 12
+
+
+def test_a_state_taken_from_behind_rejected_drafts_is_caught() -> None:
+    setting = Setting(depth=1, pages=30, state=4, draft=1.0)
+    assert caught(setting) == 0
+    assert caught(setting, scheduler_type=GoesOnAfterRollback) > len(SEEDS) // 2
+
+
+def test_scattered_pages_that_block_a_sequence_are_noticed() -> None:
+    setting = Setting(depth=0, pages=40, slab=8, window=6, turns=0.5, budget=8)
+    assert caught(setting) == 0
+    assert caught(setting, scheduler_type=NeverBeginsAgain) > 0

@@ -48,6 +48,45 @@ def test_tokens_do_not_depend_on_depth_delays_or_pressure(depth: int) -> None:
     assert (zombies > 200) == (depth > 0)
 
 
+def recurrent(depth: int, seed: int) -> Setting:
+    """The same for models with recurrent state: checkpoints of other sizes than pages, dense and sparse ones, turns
+    that go on at the exact end of an earlier request, large pages that hold several pages."""
+    base = Setting(depth=depth, state=4, turns=0.5)
+    kinds = [
+        base,
+        dataclasses.replace(base, pages=24, seqs=8),
+        dataclasses.replace(base, pages=18, abort=0.15),
+        dataclasses.replace(base, pages=30, state=8, window=9),
+        dataclasses.replace(base, pages=24, draft=1.0),
+        dataclasses.replace(base, pages=36, state=8, draft=1.0, window=6, grid=8),
+        dataclasses.replace(base, pages=26, fail=0.04, grid=8),
+        dataclasses.replace(base, pages=40, fail_row=0.06, grid=4, draft=1.0),
+        dataclasses.replace(base, pages=24, page=8, budget=5, prefix_caching=False),
+        dataclasses.replace(base, pages=24, state=12, budget=64, grid=16),
+        dataclasses.replace(base, pages=30, slab=3, window=6, budget=8),
+    ]
+    return kinds[seed % len(kinds)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_recurrent_state_is_never_stale(depth: int) -> None:
+    preemptions = failures = accepted = hits = 0
+    for seed in range(EPISODES * 2 // 5):
+        setting = recurrent(depth, seed)
+        try:
+            episode = Episode(seed, setting).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
+        preemptions += episode.scheduler.stats().preemptions
+        accepted += episode.scheduler.stats().accepted_tokens
+        hits += episode.cache.stats().hit_tokens
+        failures += episode.failed_steps
+    assert preemptions > 100
+    assert failures > 5
+    assert accepted > 300
+    assert hits > 10_000
+
+
 def test_plans_are_deterministic() -> None:
     for seed in range(12):
         first = Episode(seed, settings(1, seed)).run()

@@ -107,7 +107,7 @@ async def test_wrong_message_names_its_field(serve, chat_body, envelope, message
 
 
 async def test_template_fields(serve, chat_body):
-    client, engine = await serve()
+    client, engine = await serve(client_chat_templates=True)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure"}]
     extra = {"chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "chat_template": "T"}
     await client.post(URL, json=chat_body(messages=messages, continue_final_message=True, **extra))

@@ -1,0 +1,73 @@
+"""Each script at a small scale: it runs, prints its JSON line, and its figures are of the right kind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import json_line, run_bench
+
+
+def test_memory_compares_the_schemes(small_traces: Path) -> None:
+    done = run_bench("memory.py", "--traces", str(small_traces), "--scale", "0.02", "--stride", "32", "--only", "azure")
+    figures = json_line(done)["figures"]
+    assert len(figures) == 5
+    for name, rows in figures.items():
+        ours = rows["multi-size"]
+        assert 0 <= ours["waste"] < 0.25, name
+        for other in ("padded", "all-layers" if "all-layers" in rows else "max-page"):
+            assert ours["concurrency"] > 0.8 * rows[other]["concurrency"], (name, other)
+        naive = rows.get("all-layers", rows.get("max-page"))
+        assert naive["waste"] > ours["waste"] + 0.1, name
+
+
+@pytest.mark.parametrize("script", ["memory.py", "prefix_cache.py"])
+def test_missing_traces_are_named(script: str, tmp_path: Path) -> None:
+    done = run_bench(script, "--traces", str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert "--traces DIR" in done.stderr
+    assert str(tmp_path / "nowhere") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_prefix_cache_measures_hits_and_costs(small_traces: Path) -> None:
+    figures = json_line(run_bench("prefix_cache.py", "--traces", str(small_traces), "--quick"))["figures"]
+    dense, window, state = (figures[f"hits_{name}"]["hit_rate"] for name in ("dense", "window", "state"))
+    assert dense > 0.4  # two of three turns repeat what came before
+    assert 0.5 * dense < state <= dense
+    assert 0.5 * dense < window <= dense
+    curve = list(figures["hit_rate_by_million_tokens"].values())
+    assert curve == sorted(curve)
+    assert curve[-1] <= dense
+    assert all(0 < value < 5000 for value in figures["costs"].values())
+
+
+def test_scheduler_measures_steps_and_arrivals(tmp_path: Path) -> None:
+    peer = tmp_path / "peer.py"
+    peer.write_text("import os, sys\nprint(os.environ['MODEL'], 'rows=', *sys.argv[1:])\n")
+    done = run_bench(
+        "scheduler.py",
+        *("--quick", "--rows", "8,16", "--long-prompt", "4096"),
+        *("--vllm-python", sys.executable, "--vllm-script", str(peer), "--vllm-model", "folder"),
+    )
+    figures = json_line(done)["figures"]
+    assert figures["peer"] == ["folder rows= 8 16"]
+    for kind in ("free", "full", "cache_off"):
+        steady = figures[f"steady_16_{kind}"]
+        assert 0 < steady["plan_us"] <= steady["sum_us"] <= steady["sum_median_us"] <= steady["sum_p99_us"]
+    assert figures["long_4096_by_2048"]["steps"] >= 2
+    assert figures["burst_64x512"]["us_per_arrival"] > 0
+
+
+def test_a_peer_that_fails_is_reported(tmp_path: Path) -> None:
+    peer = tmp_path / "peer.py"
+    peer.write_text("raise SystemExit('no such model')\n")
+    done = run_bench(
+        "scheduler.py",
+        *("--quick", "--rows", "8", "--long-prompt", "2048"),
+        *("--vllm-python", sys.executable, "--vllm-script", str(peer)),
+    )
+    assert done.returncode == 1
+    assert "no such model" in done.stderr
