@@ -1,8 +1,8 @@
 """Claim: planning and committing a step costs at most 0.1 ms at 256 decoding rows and 0.5 ms at 1,024.
 
-Steady decode with the prefix cache on: prompts of 64 to 79 tokens, so that a sixteenth of the rows cross a page in every
-step, take a page and publish the one before. Plan N + 1 is made before step N commits, as the engine does at depth 1.
-Then bursts of arrivals while rows decode, and prompts of 128k tokens. Results are made up by the script; no device runs.
+Steady decode with the prefix cache on: prompts of 64 to 79 tokens, so that a sixteenth of the rows cross a page in
+every step, take a page and publish the one before. Plan N + 1 is made before step N commits, as the engine does at
+depth 1. Then bursts of arrivals while rows decode, and prompts of 128k tokens. Results are made up; no device runs.
 
 The pool is as after long use: every page has been used before. `full` also has every page cached, so that each page
 taken evicts one.
@@ -156,9 +156,8 @@ def steady_figures(
 
 def measure_steady(report: Report, counts: list[int], steps: int, repeats: int) -> None:
     print(f"\nsteady decode, us a step ({repeats} runs of {steps} steps)")
-    print(
-        f"  {'rows':>6}{'pool':>10}{'plan':>8}{'commit':>8}{'sum':>8}{'p10':>8}{'median':>8}{'mean':>8}{'p99':>8}{'ns a row':>10}"
-    )
+    heads = "".join(f"{head:>8}" for head in ("plan", "commit", "sum", "p10", "median", "mean", "p99"))
+    print(f"  {'rows':>6}{'pool':>10}{heads}{'ns a row':>10}")
     kinds = {"free": {}, "full": {"full": True}, "cache off": {"caching": False}}
     for rows in counts:
         for kind, options in kinds.items():
@@ -218,13 +217,13 @@ def measure_arrivals(report: Report, repeats: int, long_prompt: int) -> None:
     for arrivals, prompt in ((64, 512), (256, 512), (256, 64)):
         row = burst_figures(256, arrivals, prompt, repeats)
         report.figures[f"burst_{arrivals}x{prompt}"] = row
-        print(f"  {arrivals:4} prompts of {prompt:4} tokens: plan {row['plan_us']:8.0f} us  commit {row['commit_us']:7.0f} us"
-              f"  {row['us_per_arrival']:6.1f} us an arrival", flush=True)  # fmt: skip
+        costs = f"plan {row['plan_us']:8.0f} us  commit {row['commit_us']:7.0f} us"
+        print(f"  {arrivals:4} prompts of {prompt:4} tokens: {costs}  {row['us_per_arrival']:6.1f} us each", flush=True)
     for budget in (2048, 8192, long_prompt):
         row = long_figures(long_prompt, budget, repeats)
         report.figures[f"long_{long_prompt}_by_{budget}"] = row
-        print(f"  one prompt of {long_prompt:,} tokens, {budget:,} a step: {row['total_ms']:6.1f} ms in all,"
-              f" worst step {row['worst_step_ms']:6.2f} ms", flush=True)  # fmt: skip
+        costs = f"{row['total_ms']:6.1f} ms in all, worst step {row['worst_step_ms']:6.2f} ms"
+        print(f"  one prompt of {long_prompt:,} tokens, {budget:,} a step: {costs}", flush=True)
 
 
 # ---- where the time goes, and the peer

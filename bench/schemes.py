@@ -58,6 +58,10 @@ class Scheme(Protocol):
         """Bytes of the arena that no other job could be given now."""
         ...
 
+    def pinned_bytes(self) -> int:
+        """Bytes that hold only cached pages and yet can be given to one group alone: large pages in use hold them."""
+        ...
+
     def fits_alone(self, job: Job) -> bool:
         """Whether the job could run to its end in an empty arena."""
         ...
@@ -139,9 +143,13 @@ class MultiSize:
         self._step += 1
 
     def held_bytes(self) -> int:
-        stats = self.pool.stats()
-        used = stats.live_bytes + stats.fenced_bytes + stats.slab_free_bytes + stats.pitch_bytes
-        return used + stats.null_bytes + self._budget_bytes - stats.arena_bytes
+        """Large pages in use, less what is cached in them; the null page; what the arena leaves of the budget."""
+        open_slabs = self.pool.unowned_slabs + self.pool.idle_slabs
+        return self._budget_bytes - open_slabs * self.plan.large_bytes - self.pinned_bytes()
+
+    def pinned_bytes(self) -> int:
+        groups = zip(self.pool.groups, self.plan.groups, strict=True)
+        return sum(group.cached_active * planned.payload for group, planned in groups)
 
     def fits_alone(self, job: Job) -> bool:
         return self.plan.fits(job.total, media_tokens=job.media, in_flight_tokens=self._chunk)
@@ -197,6 +205,9 @@ class EqualPages:
 
     def held_bytes(self) -> int:
         return self._used * self.page_bytes
+
+    def pinned_bytes(self) -> int:
+        return 0
 
     def fits_alone(self, job: Job) -> bool:
         """A window's chunk in flight makes it hold most while it is computed, else at the end."""
