@@ -220,7 +220,7 @@ def main() -> None:
     traces.add_option(parser)
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests, 16 tokens a step")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
-    parser.add_argument("--stride", type=int, default=4, help="tokens that every running request gains in a step")
+    parser.add_argument("--stride", type=int, default=1, help="tokens that every running request gains in a step")
     parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens in flight")
     parser.add_argument("--only", default="", help="comma-separated parts of case names")
     parser.add_argument("--plans", action="store_true", help="also print the page plans")

@@ -75,8 +75,8 @@ def make_cache(specs: Sequence[GroupSpec], tokens: int, grid_tokens: int | None 
 def replay(cache: PrefixCache, requests: Sequence[Traced]) -> float:
     """Prompts one after another; returns CPU microseconds per request, expanding ids to tokens left out."""
     spent_ns = 0
-    for step, request in enumerate(requests, start=1):
-        tokens = expand(request)
+    for step, traced in enumerate(requests, start=1):
+        tokens = expand(traced)
         began_ns = time.process_time_ns()
         compute(cache, cache.acquire(step, tokens, len(tokens)), step)
         spent_ns += time.process_time_ns() - began_ns
@@ -116,7 +116,7 @@ def checkpoints(name: str, figures: dict[str, float]) -> float:
 
 
 def measure_hits(report: Report, requests: Sequence[Traced], *, full_trace: bool) -> None:
-    total = sum(request.prompt for request in requests)
+    total = sum(traced.prompt for traced in requests)
     print(f"\nhits, unlimited cache, {len(requests):,} requests, {total / 1e6:.1f} M prompt tokens")
     for name, specs in LAYOUTS.items():
         cache = make_cache(specs(), total)

@@ -107,5 +107,3 @@ class StreamRunner(Generic[Staged]):
                     future.exception()  # seen, so that a step nobody awaited does not log on collection
         await asyncio.to_thread(self._stream.close)
         await asyncio.to_thread(self._waiter.close)
-
-
