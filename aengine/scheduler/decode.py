@@ -14,7 +14,7 @@ import numpy as np
 
 from aengine.scheduler.plan_builder import PlanBuilder
 from aengine.scheduler.recurrent import draft_room
-from aengine.types import Int64s
+from aengine.types import Bools, Int64s
 
 if TYPE_CHECKING:
     from aengine.scheduler.scheduler import Scheduler
