@@ -58,14 +58,14 @@ def test_every_setting_reaches_its_place_from_each_source(monkeypatch, tmp_path)
         str: "text",
         int: "7",
         float: "2.5",
-        bool: "false",
     }
     for setting in settings.settings():
         text = setting.choices[-1] if setting.choices else "a,b" if setting.is_list else texts.get(setting.kind)
         text = {"depth": "2", "max_body_bytes": "2048"}.get(setting.name, text)
         flag = [text] if setting.name == "model" else [setting.flag, text]
         if setting.kind is bool:
-            flag = ["--no-" + setting.flag.removeprefix("--")]
+            text = "false" if setting.default else "true"
+            flag = ["--no-" + setting.flag.removeprefix("--")] if setting.default else [setting.flag]
         by_flag = configured(flag)
         by_file = configured(file=f"{setting.name}: {text}\n", tmp_path=tmp_path)
         monkeypatch.setenv(setting.variable, text)
