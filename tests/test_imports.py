@@ -173,7 +173,7 @@ def test_the_package_itself_loads_nothing_heavy():
 
 
 def test_the_pure_rooms_import_in_under_100_ms():
-    """All six together, in processor time of a fresh interpreter, best of up to eight (a busy machine slows every one): about 40 ms.
+    """All six together, in processor time of a fresh interpreter: about 40 ms. A busy machine gets eight tries.
 
     numpy and msgspec come first and are not counted: numpy alone takes 70 to 130 ms, and nothing here can change that.
     """

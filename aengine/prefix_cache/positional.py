@@ -21,12 +21,13 @@ from aengine.prefix_cache.retention import UNBOUNDED
 class PageRun:
     """What a lease holds of a positional group. pages[i] is None where table[i] is 0."""
 
-    __slots__ = ("base", "group", "keyed", "pages", "sent", "table")
+    __slots__ = ("adopted", "base", "group", "keyed", "pages", "sent", "table")
 
     def __init__(self, group: int) -> None:
         self.group = group
         self.pages: list[Page | None] = []
         self.table: list[int] = []
+        self.adopted = 0  # indices below were found, not computed: somebody keeps them for a reason
         self.base = 0  # first index still held
         self.sent = 0  # entries the device has
         self.keyed = 0  # indices below were offered to the cache
@@ -109,6 +110,7 @@ class PositionalRules:
             pin(page)
             run.append(page)
         run.keyed = max(run.keyed, count)
+        run.adopted = max(run.adopted, count)
 
     def has_tail(self, chain: TokenChain, tokens: int, key: bytes) -> bool:
         """Whether all pages of a tail are there, and the last, unfinished one can be taken over: nobody holds it and no
@@ -195,7 +197,12 @@ class PositionalRules:
         for index in range(run.base, first):
             page = run.pages[index]
             if page is not None:
-                if page.key is not None and page.ref == 1 and not self._retained(lease, index, computed):
+                if (
+                    page.key is not None
+                    and page.ref == 1
+                    and index >= run.adopted
+                    and not self._retained(lease, index, computed)
+                ):
                     self.pool.unpublish(page)
                 self.pool.drop(page, step)
                 run.pages[index] = None
