@@ -144,9 +144,10 @@ async def test_cache_off(reference: Reference) -> None:
 async def test_tiny_pool_preempts_dozens_of_times(reference: Reference) -> None:
     kv_token = 30 * 2 * 3 * 64 * 4
     async with AsyncEngine(config(kv_bytes=44 * 16 * kv_token, max_model_len=560)) as engine:
-        await _check(engine, reference)
-        await _check(engine, reference, odd=1)
-        preemptions = engine.stats().preemptions
+        for odd in (0, 1, 0, 1):
+            await _check(engine, reference, odd=odd)
+            if (preemptions := engine.stats().preemptions) >= 24:
+                break
         assert preemptions >= 24, f"{preemptions} preemptions"
 
 
