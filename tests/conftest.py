@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-# Read when torch loads its OpenMP. Threads that spin at a barrier while other programs want the same two cores turned
-# steps of 0.1 s into steps of 7 s; threads that sleep do not.
+# Read when torch loads its OpenMP. Steps of 7 s were seen once while other programs wanted the same two cores; threads
+# that spin at barriers are the likely cause, and sleeping ones cannot do it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

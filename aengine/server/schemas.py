@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-# An 8 MiB body can hold 300,000 empty messages, which would hold up the event loop for half a second; these lengths
-# keep any request under some 20 ms.
+# An 8 MiB body can hold 300,000 empty messages, which hold up the event loop; these lengths bound the work behind
+# decoding. Decoding itself is one call whose time grows with the body.
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384
 MAX_TOOLS = 1_024

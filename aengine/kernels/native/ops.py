@@ -3,7 +3,7 @@
 Owns: the mapping from tensors to argument structs, packed linear weights.
 Does not know: how kernels compute, the life of a step, models.
 Invariants: bitwise batch-invariant: an output row depends on its own inputs and the instruction set, never on the other
-rows, chunk sizes, page numbers or thread count. Outputs are new contiguous tensors. An `Ops` call costs about 3 us of
+rows, chunk sizes, page numbers or thread count. Outputs are new contiguous tensors. An `Ops` call costs 3 to 20 us of
 Python (allocation of the output, addresses, one foreign call with the GIL released).
 """
 
