@@ -15,16 +15,20 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from aengine.kernels.quantised import Quantised
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """y = x · weightᵀ + bias. `weight` [out, in] or a backend's packed form of it; `bias` [out] or None.
 
-    `packed` is set by `Ops.prepare` and opaque to models.
+    `parts`: the weight as quantised row blocks, first rows first; `weight` is then a meta tensor that only tells shape
+    and dtype of activations. `packed` is set by `Ops.prepare` and opaque to models.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    parts: tuple[Quantised, ...] = ()
     packed: Any = field(default=None, compare=False)
 
     @property

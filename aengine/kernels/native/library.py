@@ -34,7 +34,7 @@ CALL = Struct("qP")
 Operation = Callable[[bytes], int]
 """Takes a packed args struct, returns a status (0: done)."""
 
-_OPERATIONS = ("pack", "linear", "embed", "rms_norm", "add", "glu", "rope", "attention", "row_stats", "gumbel")
+OPERATIONS = ("pack", "linear", "embed", "rms_norm", "add", "glu", "rope", "attention", "row_stats", "gumbel")
 _ALIGNMENT = 64
 _CHUNK_BYTES = 32 * 2**20
 _MESSAGES = {1: "out of memory for scratch buffers", 2: "unknown operation in a program"}
@@ -64,7 +64,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     _declare(library, "ae_free", None, ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_packed_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3)
     _declare(library, "ae_program_run", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-    for name in _OPERATIONS:
+    for name in OPERATIONS:
         # A bytes object goes over as the address of its content, which is the args struct.
         _declare(library, f"ae_{name}", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
     return library

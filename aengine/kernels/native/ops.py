@@ -9,6 +9,7 @@ Python (allocation of the output, addresses, one foreign call with the GIL relea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from aengine.kernels.native.library import (
     EMBED_ARGS,
     GLU_ARGS,
     LINEAR_ARGS,
+    OPERATIONS,
     PACK_ARGS,
     RMS_NORM_ARGS,
     ROPE_ARGS,
@@ -73,18 +75,20 @@ class NativeOps:
         self.context = context
         self._memory = WeightMemory(context.library)
         self._pack = context.operation("pack")
-        self._linear = context.operation("linear")
-        self._embed = context.operation("embed")
-        self._rms_norm = context.operation("rms_norm")
-        self._add = context.operation("add")
-        self._glu = context.operation("glu")
-        self._rope = context.operation("rope")
-        self._attention = context.operation("attention")
+        self._operations = {name: context.operation(name) for name in OPERATIONS}
         self._short_conv = ShortConv()
 
     def set_threads(self, threads: int) -> None:
         """Takes effect before the next operation; changes no bit of any result."""
         self.context.set_threads(threads)
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for an output."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def _run(self, name: str, args: bytes) -> None:
+        """One operation over its packed argument struct."""
+        check(self._operations[name](args), name)
 
     # ---- linear ----
 
@@ -120,7 +124,7 @@ class NativeOps:
         rows, in_features = x.shape
         if in_features != packed.in_features:
             raise ValueError(f"x has {in_features} features, the weight takes {packed.in_features}")
-        y = torch.empty((rows, packed.out_features), dtype=dtype)
+        y = self._new((rows, packed.out_features), dtype)
         args = LINEAR_ARGS.pack(
             x.data_ptr(),
             _code(x),
@@ -135,7 +139,7 @@ class NativeOps:
             in_features,
             packed.out_features,
         )
-        check(self._linear(args), "linear")
+        self._run("linear", args)
         return y
 
     # ---- rows and elements ----
@@ -143,9 +147,9 @@ class NativeOps:
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         table, ids = table.contiguous(), _int32(ids)
         rows, dim = ids.shape[0], table.shape[1]
-        out = torch.empty((rows, dim), dtype=table.dtype)
+        out = self._new((rows, dim), table.dtype)
         args = EMBED_ARGS.pack(table.data_ptr(), _code(table), ids.data_ptr(), out.data_ptr(), rows, dim)
-        check(self._embed(args), "embed")
+        self._run("embed", args)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -157,19 +161,19 @@ class NativeOps:
             inner, stride0, stride1 = x.shape[1], x.stride(0), x.stride(1)
         else:
             inner, stride0, stride1 = 1, x.stride(0) if x.dim() == 2 else dim, dim
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._new(x.shape, x.dtype)
         rows = out.numel() // dim
         args = RMS_NORM_ARGS.pack(
             x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
             _code(x), _code(weight), rows, inner, stride0, stride1, dim, eps,
         )  # fmt: skip
-        check(self._rms_norm(args), "rms_norm")
+        self._run("rms_norm", args)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, residual = x.contiguous(), residual.contiguous()
         dim = x.shape[-1]
-        out, total = torch.empty_like(x), torch.empty_like(x)
+        out, total = self._new(x.shape, x.dtype), self._new(x.shape, x.dtype)
         args = RMS_NORM_ARGS.pack(
             x.data_ptr(),
             residual.data_ptr(),
@@ -185,19 +189,19 @@ class NativeOps:
             dim,
             eps,
         )
-        check(self._rms_norm(args), "add_rms_norm")
+        self._run("rms_norm", args)
         return out, total
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = x.contiguous(), y.contiguous()
-        out = torch.empty_like(x)
-        check(self._add(ADD_ARGS.pack(x.data_ptr(), y.data_ptr(), out.data_ptr(), _code(x), x.numel(), 0.0)), "add")
+        out = self._new(x.shape, x.dtype)
+        self._run("add", ADD_ARGS.pack(x.data_ptr(), y.data_ptr(), out.data_ptr(), _code(x), x.numel(), 0.0))
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
-        check(self._add(ADD_ARGS.pack(x.data_ptr(), 0, out.data_ptr(), _code(x), x.numel(), factor)), "scale")
+        out = self._new(x.shape, x.dtype)
+        self._run("add", ADD_ARGS.pack(x.data_ptr(), 0, out.data_ptr(), _code(x), x.numel(), factor))
         return out
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
@@ -217,9 +221,9 @@ class NativeOps:
     def _gated(self, gate_up: Tensor, act: int) -> Tensor:
         gate_up = _dense_last(gate_up)
         rows, features = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((rows, features), dtype=gate_up.dtype)
+        out = self._new((rows, features), gate_up.dtype)
         args = GLU_ARGS.pack(gate_up.data_ptr(), out.data_ptr(), _code(gate_up), act, rows, features, gate_up.stride(0))
-        check(self._glu(args), "gated activation")
+        self._run("glu", args)
         return out
 
     def split(self, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -230,7 +234,7 @@ class NativeOps:
     def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
         x, positions = _dense_last(x), _int32(positions)
         rows, heads, head_dim = x.shape
-        out = torch.empty((rows, heads, head_dim), dtype=x.dtype)
+        out = self._new((rows, heads, head_dim), x.dtype)
         args = ROPE_ARGS.pack(
             x.data_ptr(),
             out.data_ptr(),
@@ -245,7 +249,7 @@ class NativeOps:
             x.stride(0),
             x.stride(1),
         )
-        check(self._rope(args), "rope")
+        self._run("rope", args)
         return out
 
     def scale_positions(self, x: Tensor, positions: Tensor, factors: Tensor) -> Tensor:
@@ -281,7 +285,7 @@ class NativeOps:
         kv, tables = batch.kv[spec.layer], batch.tables[spec.group]
         k_page, k_token, k_head, _ = kv.k.stride()
         v_page, v_token, v_head, _ = kv.v.stride()
-        out = torch.empty((q.shape[0], spec.heads * spec.head_dim), dtype=q.dtype)
+        out = self._new((q.shape[0], spec.heads * spec.head_dim), q.dtype)
         args = ATTENTION_ARGS.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
             _code(q), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -291,5 +295,5 @@ class NativeOps:
             batch.context.shape[0], spec.heads, spec.kv_heads, spec.head_dim, spec.window, spec.chunk,
             spec.scale, spec.softcap, 0 if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
-        check(self._attention(args), "attention")
+        self._run("attention", args)
         return out

@@ -1,0 +1,53 @@
+"""Integer weights in groups: what every quantised checkpoint is turned into before a backend packs it.
+
+Owns: the `Quantised` record and its exact meaning.
+Does not know: file formats, how backends lay codes out, activations.
+Invariants: value[o, i] = scale[o, i // group] * code[o, i] + minimum[o, i // group], one fp32 multiplication and one
+addition, so that formats whose products are exact in fp32 (all GGML block formats are) come back bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A weight [out, in]. codes [out, in]: uint8 0 .. 15 for `bits` 4, int8 for 8; scale fp32 [out, in / group];
+    minimum fp32 of the same shape, or None for zero; `group` divides `in`.
+
+    Raises ValueError when the shapes do not fit together.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None
+    group: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        out, size_in = self.codes.shape
+        wanted = {4: torch.uint8, 8: torch.int8}.get(self.bits)
+        if self.codes.dtype is not wanted:
+            raise ValueError(f"{self.bits}-bit codes of type {self.codes.dtype}: 4 takes uint8, 8 takes int8")
+        if self.group < 1 or size_in % self.group:
+            raise ValueError(f"{size_in} inputs do not divide into groups of {self.group}")
+        shape = (out, size_in // self.group)
+        for name, value in (("scale", self.scale), ("minimum", self.minimum)):
+            if value is not None and (tuple(value.shape) != shape or value.dtype is not torch.float32):
+                raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}, not float32 {shape}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.codes.shape[0]), int(self.codes.shape[1])
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [out, in], computed in fp32 and rounded once to `dtype`."""
+        out, size_in = self.shape
+        values = self.codes.view(out, -1, self.group).float().mul_(self.scale.unsqueeze(-1))
+        if self.minimum is not None:
+            values.add_(self.minimum.unsqueeze(-1))
+        return values.view(out, size_in).to(dtype)
