@@ -7,6 +7,7 @@
 #   make serve MODEL=gemma3-270m ARGS="--port 9000 --max-num-seqs 16"
 #   make serve PYTHON=/opt/python3.12/bin/python3     choose the interpreter
 #   make test TESTS=tests/scheduler                   run a part of the tests
+#   make test JOBS=0                                  run them one after another in one process
 
 .SUFFIXES:
 .DELETE_ON_ERROR:
@@ -19,6 +20,7 @@ PYTHON ?=
 MODEL ?=
 ARGS ?=
 TESTS ?=
+JOBS ?= 2
 
 .PHONY: help setup setup-dev serve chat doctor lint types test clean
 
@@ -45,7 +47,7 @@ types: setup-dev
 	$(PY) -m mypy --strict aengine
 
 test: lint types
-	$(PY) -m pytest $(TESTS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

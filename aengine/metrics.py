@@ -60,6 +60,10 @@ class Snapshot(Protocol):
     def drafted_tokens(self) -> int: ...
     @property
     def accepted_tokens(self) -> int: ...
+    @property
+    def media_items(self) -> int: ...  # placed for rows
+    @property
+    def media_computed(self) -> int: ...  # of these, computed rather than found in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Idle:
     prefix_hits: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    media_items: int = 0
+    media_computed: int = 0
 
 
 class Histogram:
@@ -205,6 +211,8 @@ class Metrics:
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hits)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", now.drafted_tokens)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", now.accepted_tokens)
+        yield self._counter("aengine:media_items_placed", "Images placed for running requests.", now.media_items)
+        yield self._counter("aengine:media_items_computed", "Images computed, not found cached.", now.media_computed)
         yield self._counter("aengine:zombie_rows", "Rows computed for requests that had ended.", now.zombie_rows)
 
     def _counters(self) -> Iterator[Family]:

@@ -12,13 +12,14 @@ import gc
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from aengine.cli.environment import commit, cores, cpu_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMING = "microseconds are CPU time of the process, the least of several repeats: other programs shared the machine"
@@ -27,34 +28,12 @@ TIMING = "microseconds are CPU time of the process, the least of several repeats
 def environment() -> dict[str, str | int]:
     """CPU model, cores this process may use, Python, commit (with + when files were changed), load."""
     return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cpu": cpu_model(),
+        "cores": cores(),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit(),
         "load": f"{os.getloadavg()[0]:.1f}",
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine()
-    info = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    name = info.get("model name", platform.machine())
-    return f"{name} (family {info.get('cpu family', '?')}, model {info.get('model', '?')})"
-
-
-def _commit() -> str:
-    try:
-        head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--", "aengine") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @dataclass

@@ -44,6 +44,8 @@ def test_names_are_those_that_dashboards_know():
         "aengine:steps_overlapped_total",
         "aengine:step_seconds_bucket",
         "aengine:zombie_rows_total",
+        "aengine:media_items_placed_total",
+        "aengine:media_items_computed_total",
         "aengine:step_failures_total",
         "aengine:loop_lag_seconds_bucket",
         "process_resident_memory_bytes",
@@ -116,6 +118,7 @@ def test_refusals_and_lost_features_are_counted_by_kind():
 def test_bound_figures_are_read_at_each_scrape():
     metrics = Metrics("m")
     now = Idle(running=3, waiting=2, kv_usage=0.25, preemptions=7, zombie_rows=5, prefix_queries=90, prefix_hits=60)
+    now = replace(now, media_items=9, media_computed=4)
     metrics.bind(lambda: now)
     found = values(metrics)
     assert found["vllm:num_requests_running"] == 3
@@ -123,6 +126,8 @@ def test_bound_figures_are_read_at_each_scrape():
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:num_preemptions_total"] == 7
     assert found["aengine:zombie_rows_total"] == 5
+    assert found["aengine:media_items_placed_total"] == 9
+    assert found["aengine:media_items_computed_total"] == 4
     assert found["vllm:prefix_cache_queries_total"] == 90
     assert found["vllm:prefix_cache_hits_total"] == 60
     now = replace(now, running=0)

@@ -11,13 +11,10 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
-import platform
-import sys
 from typing import Any
 
-from aengine import __version__
 from aengine.cli import latency
+from aengine.cli.environment import environment
 from aengine.cli.load import Load, run_load
 from aengine.cli.options import Parser, UsageError
 
@@ -80,14 +77,3 @@ def _load(args: argparse.Namespace) -> Load:
 
 def _shown(load: Load) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(load).items() if name != "api_key"}
-
-
-def environment() -> dict[str, Any]:
-    """Where a figure was measured; the client's side, which is the server's too when both share a machine."""
-    return {
-        "aengine": __version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-    }

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 
-from aengine.config import EngineConfig
+from aengine.config import EngineConfig, home
 from aengine.engine.core import Core
 from aengine.engine.facts import EngineStats, Health, ModelInfo, StartupReport
 from aengine.engine.gather import Gathered
@@ -113,15 +113,29 @@ class AsyncEngine:
         self.phase = "ready"
 
     def _build(self) -> Parts:
-        """All that is slow, in a worker thread: importing torch alone takes seconds, and a server listens meanwhile."""
+        """All that is slow, in a worker thread: importing torch alone takes seconds, and a server listens meanwhile.
+
+        A model that does not exist is told before that; packaged ones do."""
+        from aengine.models.packaged import PACKAGED
+        from aengine.models.store import resolve
+
+        if self.config.model.model not in PACKAGED:
+            resolve(self.config.model.model, home=home(), progress=self._progressed)
         began_s = time.monotonic()
         from aengine.engine.build import build
 
         imports = ("imports", time.monotonic() - began_s)
         self._phase_ended(*imports)
-        parts = build(self.config, self._phase_ended, self._on_progress)
+        parts = build(self.config, self._phase_ended, self._progressed)
         parts.report = msgspec.structs.replace(parts.report, phases=(imports, *parts.report.phases))
         return parts
+
+    def _progressed(self, what: str, done: int, total: int) -> None:
+        """Called from the loading thread while it fetches or loads; raising ends what it does."""
+        if self.phase == "closed":
+            raise NotReady("the engine was closed while it was loading")
+        if self._on_progress is not None:
+            self._on_progress(what, done, total)
 
     def _phase_ended(self, name: str, seconds: float) -> None:
         if self.phase.startswith("loading"):

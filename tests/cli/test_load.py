@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -239,4 +240,6 @@ def test_bench_prints_one_json_line(monkeypatch, capsys, fail_every, code):
     assert record["requests"] == 4
     assert record["failed"] == (2 if fail_every else 0)
     assert record["environment"]["cores"] >= 1
+    assert record["environment"]["cpu"]
+    assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", record["environment"]["commit"])
     assert "hidden-key" not in out

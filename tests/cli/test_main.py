@@ -44,6 +44,20 @@ def test_a_command_reads_its_flags_without_torch_or_aiohttp(command):
     assert done.stdout.endswith("loaded:\n")
 
 
+@pytest.mark.parametrize("model", ["no-such.gguf", "/no/such/folder", "smollm2-136m"])
+def test_an_unknown_model_is_told_before_torch_is_imported(model, tmp_path):
+    code = (
+        "import sys; from aengine.cli.main import main; code = main(['serve', sys.argv[1], '--port', '0']);"
+        "print('loaded:', *[name for name in ('torch', 'transformers', 'tokenizers') if name in sys.modules]);"
+        "sys.exit(code)"
+    )
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, timeout=60, env=offline)
+    assert done.returncode == 1
+    assert f"model '{model}' was not found" in done.stderr
+    assert done.stdout.endswith("loaded:\n")
+
+
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_fewer_than_40_flags(command):
     parser = import_module(f"aengine.cli.{command}").parser()

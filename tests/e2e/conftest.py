@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ import torch
 
 from aengine import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from aengine.config import CacheConfig, ModelConfigArgs, SchedulerConfig, home
-from aengine.models.store import resolve
+from aengine.models.loader import load_config, open_checkpoint
+from aengine.models.store import ModelFiles, resolve
 
 BASE = EngineConfig(
     model=ModelConfigArgs(model="smollm2-135m", dtype="float32", max_model_len=2048),
@@ -44,25 +45,45 @@ async def run_all(
     return list(await asyncio.gather(*(last(engine, p, s) for p, s in zip(prompts, each, strict=True))))
 
 
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    return resolve("smollm2-135m", home=home(), progress=None).path
-
-
 class Reference:
-    """transformers' own run of the same weights, in fp32."""
+    """transformers' own run of SmolLM2 in fp32, loaded when it is first asked.
 
-    def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
+    Its own GGUF reader takes a quarter of a minute, so the weights come from ours here, bit for bit the same; the
+    golden answers (tests/golden) were made with its own.
+    """
 
-        self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+
+    @cached_property
+    def model(self) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=49_152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+            tie_word_embeddings=True,
+        )
+        checkpoint = open_checkpoint(self._files, load_config(self._files))
+        with torch.device("meta"):
+            names = [name for name, _ in LlamaForCausalLM(config).named_parameters()]
+        weights = {name: checkpoint.tensor(name, torch.float32) for name in names}
+        return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), vocab]"""
         with torch.inference_mode():
-            return self.model(torch.tensor([list(ids)])).logits[0]
+            logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
+        return logits
 
 
 @pytest.fixture(scope="session")
-def reference(smollm2: Path) -> Reference:
-    return Reference(smollm2)
+def reference() -> Reference:
+    return Reference(resolve("smollm2-135m", home=home(), progress=None))

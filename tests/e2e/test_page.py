@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.chromium import open_page
+from tests.e2e.chromium import browser, open_page
 from tests.e2e.serving import Server, serve
 
-READY = "document.querySelector('#status').dataset.state === 'ready' || !document.querySelector('#send').disabled"
+pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium on PATH (.ci/run installs Debian's chromium)")
+
+STATE = "document.querySelector('#status').dataset.state"
 IDLE = "document.querySelector('#stop').hidden"
 TEXT = "document.querySelector('#messages').innerText"
 
@@ -61,3 +63,12 @@ async def test_an_error_is_shown_in_words(server: Server, shots: Path) -> None:
         await page.click("#send")
         await page.until(f"{TEXT}.includes('2048')", 30)
         await page.screenshot(shots / "error.png")
+
+
+async def test_the_page_sees_that_the_server_has_gone(shots: Path) -> None:
+    with serve("--device", "sim", "--max-model-len", "2048") as gone:
+        async with open_page(gone.url + "/") as page:
+            await page.until(f"document.querySelector('#status') && {STATE} === 'ready'")
+            gone.process.kill()
+            await page.until(f"{STATE} === 'down'", 30)
+            await page.screenshot(shots / "gone.png")

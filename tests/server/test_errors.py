@@ -254,3 +254,16 @@ async def test_faults_do_not_disturb_a_running_stream(serve, chat_body, events):
     text = "".join(c["choices"][0]["delta"].get("content", "") for c in events(await stream.text())[:-1])
     assert text == "x" * 50
     assert not engine.open
+
+
+@pytest.mark.parametrize("item", [b"1", b"{}", b"[]", b'""', b'{"a":1}'])
+async def test_bodies_of_very_many_small_values_hold_nothing_up(serve, item):
+    """At the size limit, 8 MiB, such a body decodes for up to a second; refusing it is one count of its commas."""
+    client, _ = await serve()
+    count = (8 * 2**20 - 100) // (len(item) + 1)
+    for body in (b'{"prompt":[' + b",".join([item] * count) + b"]}", b'{"x":[' + b",".join([item] * count) + b"]}"):
+        response = await client.post("/v1/completions", data=body, headers={"Content-Type": "application/json"})
+        assert response.status == 400
+        assert "at most 262144 are accepted" in (await response.json())["error"]["message"]
+    text = json.dumps({"prompt": "one, two, " * 20_000, "max_tokens": 1})
+    assert (await client.post("/v1/completions", data=text)).status == 200
