@@ -31,13 +31,15 @@ class Grown(msgspec.Struct, frozen=True):
 
     `start`: first position still to be computed; above the old frontier when pages were adopted, and then possibly
     equal to or above `upto` (nothing to launch). `deltas`: table entries the device does not have yet. `short`: pages
-    missing per group; empty on success. `media`: (group, item) pairs whose pages this step must compute.
+    missing per group; empty on success. `media`: (group, item) pairs whose pages this step must compute. `need`: pages
+    per group that were wanted, if some were missing.
     """
 
     start: int
     deltas: tuple[TablePart, ...] = ()
     short: tuple[int, ...] = ()
     media: tuple[tuple[int, int], ...] = ()
+    need: tuple[int, ...] = ()
 
 
 class Lease:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aengine.runner.sim_state import SimStates, State, digest
-from aengine.types import Int32s, Int64s, Logprobs, SlotSetup, StepPlan, StepResult
+from aengine.types import Int32s, Int64s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult
 
 _UNWRITTEN = -7
 _MASK = (1 << 64) - 1
@@ -114,11 +114,22 @@ class SimExecutor:
         return result
 
     def _apply(self, plan: StepPlan) -> None:
+        self._move(plan.moves)
         for delta in plan.tables:
             self.tables[delta.group][delta.slot, delta.first : delta.first + len(delta.pages)] = delta.pages
         for setup in plan.setups:
             self._setups[setup.slot] = setup
             self._relay[setup.slot] = -1  # poison: nothing of the slot's earlier owner may be read
+
+    def _move(self, moves: Sequence[PageMove]) -> None:
+        """What stood at the source is gone: a table that still names it reads poison."""
+        for move in moves:
+            if move.group in self._states:
+                self._states[move.group].move(move.source, move.target)
+            else:
+                kv = self._kv[move.group]
+                kv[move.target] = kv[move.source]
+                kv[move.source] = _UNWRITTEN
 
     def _rows(self, plan: StepPlan) -> StepResult:
         tokens = np.zeros((len(plan.slots), max(1, int(plan.samples.max(initial=0)))), np.int32)

@@ -251,7 +251,7 @@ class Episode:
                 fails = self.rng.random() < self.s.fail
                 self.plans.append(step)
                 bad_rows = []
-                if self.s.fail_row and self.rng.random() < self.s.fail_row:
+                if self.s.fail_row and len(step.slots) and self.rng.random() < self.s.fail_row:
                     bad_rows = [self.rng.randrange(len(step.slots))]
                 in_flight.append((step.step, fails))
                 if fails and step.step % 2:

@@ -12,7 +12,7 @@ import aengine.scheduler.results as results
 from aengine.prefix_cache import Lease
 from aengine.runner.sim import SimExecutor
 from aengine.scheduler import Scheduler
-from aengine.types import Bools, StepOutputs, StepPlan, StepResult
+from aengine.types import Bools, PageMove, StepOutputs, StepPlan, StepResult
 from tests.races.harness import Episode, Setting
 
 SEEDS = range(60)
@@ -100,11 +100,11 @@ class GoesOnAfterRollback(Scheduler):
             self.cache.rollback = rollback  # type: ignore[method-assign]
 
 
-class NeverBeginsAgain(Scheduler):
+class NeverMoves(Scheduler):
     """Leaves a sequence stuck whose pages lie one in each large page."""
 
-    def _unstick(self) -> bool:
-        return False
+    def _compact(self, step: int) -> tuple[PageMove, ...]:
+        return ()
 
 
 def test_no_fence_with_tables_by_reference_is_caught() -> None:
@@ -153,4 +153,4 @@ def test_a_state_taken_from_behind_rejected_drafts_is_caught() -> None:
 def test_scattered_pages_that_block_a_sequence_are_noticed() -> None:
     setting = Setting(depth=0, pages=40, slab=8, window=6, turns=0.5, budget=8)
     assert caught(setting) == 0
-    assert caught(setting, scheduler_type=NeverBeginsAgain) > 0
+    assert caught(setting, scheduler_type=NeverMoves) > 0
