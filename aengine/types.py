@@ -243,8 +243,8 @@ class PageMove(msgspec.Struct, frozen=True):
 
 
 class MediaPlacement(msgspec.Struct, frozen=True):
-    """From this step on the row in `slot` reads item `item` (its number in the prompt) of an item group. A later placement
-    of the same item takes the place of an earlier one: its pages have moved.
+    """From this step on the row in `slot` reads item `item` (its number in the prompt) of an item group. A later
+    placement of the same item takes the place of an earlier one: its pages have moved.
 
     Entry i of the item is in page pages[i // tokens per page]; there are `tokens` of them. Positions `first` <= p <
     `until` see it. `input`: the step computes the pages first, before any row; None: they are computed, or an earlier

@@ -1,7 +1,7 @@
 """The bytes: one uint8 buffer, and strided views of it.
 
-Owns: allocation of the buffer, views by group, layer and part, copying of pages, zeroing of large ones. The only file here that
-touches torch.
+Owns: allocation of the buffer, views by group, layer and part, copying of pages, zeroing of large ones. The only file
+here that touches torch.
 Does not know: which pages are in use.
 Invariants: every view aliases the buffer; page id p of a group begins at byte p * pitch; the buffer starts out zero,
 and large page 0, the null pages, is never written by a sequence.

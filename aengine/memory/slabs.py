@@ -67,8 +67,8 @@ class Page:
 class Slab:
     """A large page. `live` counts referenced and fenced pages, `fenced` the latter; `free` is a bit mask of free slots.
 
-    Unowned: group -1. Active: live > 0. Idle: live == 0 and cached > 0. Closed: active, its pages moved away; no page of
-    it is handed out, so that it becomes unowned or idle when the fence opens.
+    Unowned: group -1. Active: live > 0. Idle: live == 0 and cached > 0. Closed: active, its pages moved away; no
+    page of it is handed out, so that it becomes unowned or idle when the fence opens.
     """
 
     __slots__ = (
@@ -108,8 +108,8 @@ class Slab:
 
 
 class Levels:
-    """Slabs by number of live pages. `occupied` is the bit mask of the levels that have some: the fullest slab is at its
-    highest bit, the sparsest at its lowest. Levels are insertion-ordered dicts used as stacks."""
+    """Slabs by number of live pages. `occupied` is the bit mask of the levels that have some: the fullest slab is at
+    its highest bit, the sparsest at its lowest. Levels are insertion-ordered dicts used as stacks."""
 
     __slots__ = ("occupied", "rows")
 

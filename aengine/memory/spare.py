@@ -12,7 +12,7 @@ from aengine.memory.slabs import GroupSlabs, Slab
 
 
 class SpareSlabs:
-    """`idle.next` is the slab that has been idle longest. `closed`: emptied slabs that come back when the fence opens."""
+    """`idle.next` has been idle longest. `closed`: emptied slabs that come back when the fence opens."""
 
     __slots__ = ("closed", "idle", "idle_slabs", "unowned")
 

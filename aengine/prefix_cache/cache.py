@@ -28,12 +28,12 @@ from aengine.prefix_cache.matching import Matcher, Roots, make_rules
 from aengine.prefix_cache.positional import PositionalRules
 from aengine.prefix_cache.relocation import Compaction, relocate
 from aengine.prefix_cache.retention import GRID_TOKENS, UNBOUNDED, RetentionPoints
+from aengine.prefix_cache.retraction import retract
 from aengine.prefix_cache.state import StateRules
 from aengine.prefix_cache.stats import CacheStats, Counters
 from aengine.prefix_cache.tails import TailIndex
 
 COPIED_SLABS = 8  # as many bytes at most does a step copy to empty large pages
-NOBODY = -1  # in place of a lease's serial number
 
 
 class PrefixCache:
@@ -314,52 +314,7 @@ class PrefixCache:
         Returns the handles of other leases that have built on such pages, or on pages of those, oldest first, and of
         all that hold moved ones; what they compute is worthless, and they publish nothing any more.
         """
-        if lease is not None:
-            lease.publishes = False
-        spoiled: dict[int, int] = {}  # serial -> handle
-        todo = [None if lease is None else lease.serial]
-        while todo:
-            pages, names = self._take_back(step, todo.pop())
-            if lease is None:
-                self._lose_moved(step, pages, names)
-            for serial, holder in self._leases.items():
-                if serial in spoiled or holder is lease:
-                    continue
-                owners = [pages[page] for page in self._held(holder) if page in pages]
-                owners += [names[name] for name in self._adopted(holder) if name in names]
-                holder.publishes = holder.publishes and not owners
-                if any(owner != serial for owner in owners):
-                    spoiled[serial] = holder.handle
-                    if lease is not None:
-                        todo.append(serial)
-        return tuple(spoiled[serial] for serial in sorted(spoiled))
-
-    def _take_back(self, step: int, serial: int | None) -> tuple[dict[Page, int], dict[tuple[int, bytes], int]]:
-        """Un-publish. Returns the publisher by page, and by (group, name): the page may have another name by now."""
-        pages: dict[Page, int] = {}
-        names: dict[tuple[int, bytes], int] = {}
-        for page, key, owner in self._journal.take(step, serial):
-            names[page.group, key] = owner
-            if page.key is key:
-                pages[page] = owner
-                self.pool.unpublish(page)
-        return pages, names
-
-    def _lose_moved(self, step: int, pages: dict[Page, int], names: dict[tuple[int, bytes], int]) -> None:
-        """The step may not have copied the pages it was to move: they are worthless to whoever holds them."""
-        for page in self._journal.moved_by(step):
-            pages[page] = NOBODY
-            if page.key is not None:
-                names[page.group, page.key] = NOBODY
-                self.pool.unpublish(page)
-
-    def _adopted(self, lease: Lease) -> list[tuple[int, bytes]]:
-        """(group, name) of states that the lease has gone on from; it may have let go of their pages."""
-        pairs = [(rule.index, hold) for rule, hold in lease.pairs if isinstance(rule, StateRules)]
-        return [(group, name) for group, hold in pairs for name in hold.adopted]
-
-    def _held(self, lease: Lease) -> list[Page]:
-        return [page for rule, hold in lease.pairs for page in rule.pages(hold)]
+        return retract(self.pool, self._journal, self._leases, step, lease)
 
     # -- moving ----------------------------------------------------------------------------------------------------
 
@@ -410,18 +365,9 @@ class PrefixCache:
         """Whether such a sequence could run to its end alone; the start-up sizer asks the same function."""
         return self.pool.plan.fits(total_tokens, media_tokens=media_tokens, in_flight_tokens=self.in_flight_tokens)
 
-    def has_room(self, tokens: int) -> bool:
-        """Whether pages for `tokens` more positions of one sequence can be had now (fenced pages cannot)."""
-        need = self.pool.plan.peak_pages(tokens, in_flight_tokens=self.in_flight_tokens)
-        return self.pool.shortage(need) is None
-
     def reclaimable_pages(self, lease: Lease) -> tuple[int, ...]:
         """Pages of each group that nobody else holds: what releasing the lease would free or make evictable."""
         return tuple(sum(page.ref == 1 for page in rule.pages(hold)) for rule, hold in lease.pairs)
-
-    def fenced_pages(self) -> tuple[int, ...]:
-        """Pages of each group that wait for a step to retire."""
-        return tuple(group.fenced for group in self.pool.groups)
 
     def reset(self) -> None:
         """Forget every page that no lease holds; held pages keep their names."""
@@ -446,7 +392,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert every invariant of the pool and of all leases; O(pages), for tests and debugging."""
-        audit(self.pool, [self._held(lease) for lease in self._leases.values()])
+        audit(self.pool, [lease.held() for lease in self._leases.values()])
 
 
 def _deepest_first(entry: tuple[int, Any]) -> int:

@@ -52,12 +52,11 @@ def relocate(moves: Sequence[Moved], rules: Sequence[Rules], leases: Mapping[int
         if told:
             first, end = min(told), max(told) + 1
             tables.append((lease, TablePart(group, first, tuple(hold.table[first:end]))))
-    return Compaction(tuple(moves), tuple(tables), tuple((leases[serial], *rest) for serial, *rest in items))
+    placed = tuple((leases[serial], group, item) for serial, group, item in items)
+    return Compaction(tuple(moves), tuple(tables), placed)
 
 
-def _relocate(
-    rule: Rules, lease: Lease, page: Page, source: int, changed: dict[tuple[int, int], list[int]]
-) -> int:
+def _relocate(rule: Rules, lease: Lease, page: Page, source: int, changed: dict[tuple[int, int], list[int]]) -> int:
     """How often the lease holds the page."""
     times, indices = rule.relocate(lease.holds[rule.index], page, source)
     if indices:

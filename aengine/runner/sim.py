@@ -3,9 +3,9 @@
 Owns: simulated KV pages holding token ids, block tables and relay by slot, and the hash that plays the model.
 Does not know: scheduling, text, torch.
 Invariants: a sampled token is a function of all token ids found through the block table, and of the request's seed; so
-a wrong, stale, early-reused or unwritten page changes the output. Pages of a window or chunk group hold ids too, and only
-positions inside it are read; a page of a state group holds the digest of all tokens so far. Nothing is read
-when a step is staged: all of it happens when it runs.
+a wrong, stale, early-reused or unwritten page changes the output. Pages of a window or chunk group hold ids too, and
+only positions inside it are read; a page of a state group holds the digest of all tokens so far. Nothing is read when a
+step is staged: all of it happens when it runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SimGroup:
-    """One KV group: `window` and `chunk` 0 are full attention. `pages` counts page ids, the null page included. `state`:
-    recurrent state, one page for a whole sequence; then another group must have full attention."""
+    """One KV group: `window` and `chunk` 0 are full attention. `pages` counts page ids, the null page included.
+    `state`: recurrent state, one page for a whole sequence; then another group must have full attention."""
 
     pages: int
     page_tokens: int

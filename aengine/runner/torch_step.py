@@ -7,8 +7,8 @@ Invariants: all state changes on the stream, in step order. A slot's relay holds
 for it, and after a failure; a row that reads -1 fails, as does one with an id outside the vocabulary, a row whose
 logits hold NaN, and a row with all tokens masked: alone, with a message. At most `LOGIT_ROWS` x V logits exist at once.
 
-    zeroing, moves -> setups, table deltas -> ids (host or relay) -> forward -> prompt logprobs -> logits of sampled positions
-                                                                -> sampling -> drafts accepted -> relay
+    zeroing, moves -> setups, table deltas -> ids (host or relay) -> forward -> prompt logprobs
+                                     -> logits of sampled positions -> sampling -> drafts accepted -> relay
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Owns: what the device has been told of them, and which of them still need pages.
 Does not know: how items are computed or preprocessed; when pages are granted.
 Invariants: an item is told once for each stay in a slot, in a plan no later than the first that reads it, and again
-when its pages move; the ones to be computed go out in the plan they were granted for. Sequences without items cost nothing.
+when its pages move; the ones to be computed go out in the plan they were granted for. Sequences without items cost
+nothing.
 """
 
 from __future__ import annotations

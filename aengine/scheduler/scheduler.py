@@ -39,7 +39,6 @@ from aengine.types import (
     TableDelta,
 )
 
-
 SPARE_LARGE = 4  # large pages kept in reserve by moving pages together, before they are short
 SPARE_SHARE = 32  # but at most one in so many
 

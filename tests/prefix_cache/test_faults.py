@@ -90,9 +90,11 @@ def _silent_extend(rules, lease, run, pages, start, upto, step, parts):
 def a_copy_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Of each step's moves the device makes all but the last."""
     run = Shadow.run
-    patch.setattr(
-        Shadow, "run", lambda device, deltas, rows, *, moves, fails: run(device, deltas, rows, moves=moves[:-1], fails=fails)
-    )
+
+    def nearly(device, deltas, rows, *, moves, fails):
+        run(device, deltas, rows, moves=moves[:-1], fails=fails)
+
+    patch.setattr(Shadow, "run", nearly)
 
 
 def a_holder_not_told(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,19 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from aengine.memory import Chunk, Full, GroupPlan, GroupSpec, LayerSpec, Part, Pool, State, Window, attention_group, plan
+from aengine.memory import (
+    Chunk,
+    Full,
+    GroupPlan,
+    GroupSpec,
+    LayerSpec,
+    Part,
+    Pool,
+    State,
+    Window,
+    attention_group,
+    plan,
+)
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.sim import SimExecutor, SimGroup, sim_token
 from aengine.scheduler import Scheduler
@@ -31,10 +43,10 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True)
 class Setting:
-    """`window`, `chunk` 0: one full-attention group; else a second group with that window or chunk. `state` > 0: recurrent state too, its
-    checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens; a large page holds
-    `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`, `fail_row`: how
-    often a step breaks, or one row of it."""
+    """`window`, `chunk` 0: one full-attention group; else one more group with that window or chunk. `state` > 0:
+    recurrent state too, its checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens;
+    a large page holds `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`,
+    `fail_row`: how often a step breaks, or one row of it."""
 
     depth: int = 1
     pages: int = 40
