@@ -165,8 +165,12 @@ class PositionalRules:
         self, lease: Lease, run: PageRun, pages: list[Page], start: int, upto: int, step: int, parts: list[TablePart]
     ) -> int:
         """Append the pages taken, tell the device (`parts`), return the capacity in tokens."""
+        serial, index = run.serial, len(run.pages)
         for page in pages:
-            run.append(page)
+            page.holder, page.index = serial, index
+            index += 1
+        run.pages += pages
+        run.table += [page.id for page in pages]
         if run.sent < len(run.table):
             parts.append(run.news())
         return len(run.pages) * self.page

@@ -48,7 +48,7 @@ def test_tokens_do_not_depend_on_depth_delays_or_pressure(depth: int) -> None:
     # the episodes must really have been under pressure
     assert preemptions > 300
     assert failures > 20
-    assert moved > 100
+    assert moved > 50
     assert accepted > 500
     assert (zombies > 200) == (depth > 0)
 
