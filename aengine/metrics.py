@@ -40,7 +40,8 @@ _TOKEN_COUNTS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 
 class Snapshot(Protocol):
-    """What is read at scrape time. All but `running`, `waiting` and `kv_usage` only grow."""
+    """What is read at scrape time. All but `running`, `waiting`, `kv_usage`, `kv_waste` and `kv_stranded_bytes` only
+    grow."""
 
     @property
     def running(self) -> int: ...
@@ -48,6 +49,12 @@ class Snapshot(Protocol):
     def waiting(self) -> int: ...
     @property
     def kv_usage(self) -> float: ...  # used part of the KV pool, 0 to 1
+    @property
+    def kv_waste(self) -> float: ...  # part of the KV pool that holds nothing and cannot, 0 to 1
+    @property
+    def kv_stranded_bytes(self) -> int: ...  # free, but out of reach of the group of layers that has it worst
+    @property
+    def kv_moved_bytes(self) -> int: ...
     @property
     def preemptions(self) -> int: ...
     @property
@@ -73,6 +80,9 @@ class Idle:
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    kv_waste: float = 0.0
+    kv_stranded_bytes: int = 0
+    kv_moved_bytes: int = 0
     preemptions: int = 0
     zombie_rows: int = 0
     prefix_queries: int = 0
@@ -206,6 +216,11 @@ class Metrics:
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", now.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting for a slot.", now.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Used part of the KV pool, 0 to 1.", now.kv_usage)
+        yield self._gauge("aengine:kv_waste_perc", "Part of the KV pool that nothing can use, 0 to 1.", now.kv_waste)
+        yield self._gauge(
+            "aengine:kv_stranded_bytes", "Free bytes that one group of layers cannot use.", now.kv_stranded_bytes
+        )
+        yield self._counter("aengine:kv_moved_bytes", "Bytes copied to keep pages together.", now.kv_moved_bytes)
         yield self._counter("vllm:num_preemptions", "Preemptions.", now.preemptions)
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hits)

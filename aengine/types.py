@@ -234,8 +234,17 @@ class TableDelta(msgspec.Struct, frozen=True):
     pages: tuple[int, ...]
 
 
+class PageMove(msgspec.Struct, frozen=True):
+    """Copy page `source` of a group to page `target`; the source's bytes are not read again."""
+
+    group: int
+    source: int
+    target: int
+
+
 class MediaPlacement(msgspec.Struct, frozen=True):
-    """From this step on the row in `slot` reads item `item` (its number in the prompt) of an item group.
+    """From this step on the row in `slot` reads item `item` (its number in the prompt) of an item group. A later
+    placement of the same item takes the place of an earlier one: its pages have moved.
 
     Entry i of the item is in page pages[i // tokens per page]; there are `tokens` of them. Positions `first` <= p <
     `until` see it. `input`: the step computes the pages first, before any row; None: they are computed, or an earlier
@@ -265,7 +274,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     `prompt_logprobs` maps row index -> int32 [m] target ids: row position j (from 0) predicts target j. How many
     best tokens to return is in the slot's SamplingParams.prompt_logprobs.
 
-    `zero`: large pages of the arena to zero first, because they change element type (stale bits may be NaN).
+    `zero`: large pages of the arena to zero first, because they change element type (stale bits may be NaN). `moves`:
+    pages to copy, one after the other, behind that and before anything else. A plan with moves may have no rows.
     """
 
     step: int
@@ -281,6 +291,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     prompt_logprobs: Mapping[int, Int32s] = {}
     zero: tuple[int, ...] = ()
     media: tuple[MediaPlacement, ...] = ()
+    moves: tuple[PageMove, ...] = ()
 
     @property
     def n_tokens(self) -> int:

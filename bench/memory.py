@@ -10,7 +10,7 @@ Waste: bytes held that nobody reads (page tails, window slack, padding, free slo
 the arena's size leaves over) per arena byte. Free: bytes that any group may have, cached pages included. Pinned: cached
 pages that only their own group may have, because requests use other pages of their large page. All are means over
 steps, as is the number of requests that run. `multi-size, cache on` also publishes pages, so that the arena is full of
-evictable ones.
+evictable ones. Moved MB: copied per request to keep live pages together.
 
     python bench/memory.py [--quick] [--only jamba,gemma] [--traces DIR] [--plans]
 """
@@ -74,6 +74,7 @@ class Measured:
     running: list[int] = field(default_factory=list)
     preempted: int = 0
     ended: int = 0
+    moved_bytes: int = 0
 
     def figures(self) -> dict[str, float]:
         return {
@@ -83,6 +84,7 @@ class Measured:
             "pinned": statistics.fmean(self.pinned),
             "concurrency": statistics.fmean(self.running),
             "preempted_per_request": self.preempted / self.ended,
+            "moved_mb_per_request": self.moved_bytes / self.ended / 1e6,
         }
 
 
@@ -111,6 +113,7 @@ class Serving:
                 out.free.append(1 - (held + pinned) / budget_bytes)
                 out.pinned.append(pinned / budget_bytes)
                 out.running.append(len(self._running))
+        out.moved_bytes = self._scheme.moved_bytes()
         return out
 
     def _advance_all(self) -> int:
@@ -197,11 +200,11 @@ def run_case(case: Case, traced: Sequence[Traced], args: argparse.Namespace) -> 
 def show(case: Case, rows: dict[str, dict[str, float]]) -> None:
     ours = rows["multi-size"]["concurrency"]
     heads = "".join(f"{head:>10}" for head in ("waste %", "worst %", "free %", "pinned %", "running", "ours / it"))
-    print(f"\n{case.name}\n  {'scheme':22}{heads}  preempted")
+    print(f"\n{case.name}\n  {'scheme':22}{heads}  preempted  moved MB")
     for name, row in rows.items():
         cells = "".join(f"{100 * row[key]:10.2f}" for key in ("waste", "waste_worst", "free", "pinned"))
         cells += f"{row['concurrency']:10.1f}{ours / row['concurrency']:10.3f}"
-        print(f"  {name:22}{cells}{row['preempted_per_request']:11.3f}", flush=True)
+        print(f"  {name:22}{cells}{row['preempted_per_request']:11.3f}{row['moved_mb_per_request']:10.2f}", flush=True)
 
 
 def judge(report: Report, case: Case, rows: dict[str, dict[str, float]]) -> None:

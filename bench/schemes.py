@@ -19,6 +19,7 @@ import numpy as np
 
 from aengine.memory import Full, GroupSpec, Lifetime, Pool, State, plan
 from aengine.prefix_cache import Lease, MediaItem, PrefixCache
+from aengine.scheduler.scheduler import SPARE_LARGE
 
 PAGE = 16
 
@@ -60,6 +61,10 @@ class Scheme(Protocol):
 
     def pinned_bytes(self) -> int:
         """Bytes that hold only cached pages and yet can be given to one group alone: large pages in use hold them."""
+        ...
+
+    def moved_bytes(self) -> int:
+        """Bytes copied so far to keep pages together."""
         ...
 
     def fits_alone(self, job: Job) -> bool:
@@ -105,16 +110,13 @@ class MultiSize:
         tokens[0] = job.number  # keys are chained, so one token makes the whole sequence differ from all others
         lease = self.cache.acquire(job.number, tokens, job.length, media=_items(job))
         need = self.plan.peak_pages(job.length + 1, media_tokens=job.media, in_flight_tokens=self._chunk)
-        if self.pool.shortage(need) is not None:
+        if not self.pool.packs(need):
             self.cache.release(lease, last_step=0)
             return False
         at = lease.cached_tokens
         while at < job.length:
             upto = min(at + self._chunk, job.length, lease.next_boundary(at))
-            grown = self.cache.grow(lease, upto, self._step, job.length, start=at)
-            if (
-                grown.short
-            ):  # room for the whole prompt is exact for one call; earlier chunks may have used it otherwise
+            if not self._grow(lease, upto, job.length, at):
                 self.cache.release(lease, last_step=self._step - 1)
                 self.broken_admissions += 1
                 return False
@@ -126,19 +128,31 @@ class MultiSize:
 
     def advance(self, job: Job, upto: int) -> bool:
         lease = self._leases[job]
-        if upto > lease.capacity_tokens:
-            grown = self.cache.grow(lease, upto, self._step, upto, start=job.length)
-            if grown.short:
-                return False
+        if upto > lease.capacity_tokens and not self._grow(lease, upto, upto, job.length):
+            return False
         if upto // PAGE > job.length // PAGE:
             self.cache.commit(lease, upto, upto, self._step)
         self._last_step[job] = self._step
         return True
 
+    def _grow(self, lease: Lease, upto: int, known: int, start: int) -> bool:
+        """As the scheduler does: pages are moved together before somebody is preempted, in steps of their own."""
+        while True:
+            grown = self.cache.grow(lease, upto, self._step, known, start=start)
+            if not grown.short:
+                return True
+            if not self.pool.packs(grown.need):
+                return False
+            self.cache.compact(self._step, max(1, self.pool.large_needed(grown.need) - self.pool.spare.count))
+            self.end_step()
+
     def release(self, job: Job) -> None:
         self.cache.release(self._leases.pop(job), last_step=self._last_step.pop(job))
 
     def end_step(self) -> None:
+        spare = SPARE_LARGE - self.pool.spare.count
+        if spare > 0:
+            self.cache.compact(self._step, spare)
         self.cache.retire(self._step)
         self._step += 1
 
@@ -150,6 +164,9 @@ class MultiSize:
     def pinned_bytes(self) -> int:
         groups = zip(self.pool.groups, self.plan.groups, strict=True)
         return sum(group.cached_active * planned.payload for group, planned in groups)
+
+    def moved_bytes(self) -> int:
+        return self.pool.stats().moved_bytes
 
     def fits_alone(self, job: Job) -> bool:
         return self.plan.fits(job.total, media_tokens=job.media, in_flight_tokens=self._chunk)
@@ -207,6 +224,9 @@ class EqualPages:
         return self._used * self.page_bytes
 
     def pinned_bytes(self) -> int:
+        return 0
+
+    def moved_bytes(self) -> int:
         return 0
 
     def fits_alone(self, job: Job) -> bool:

@@ -119,9 +119,13 @@ def test_bound_figures_are_read_at_each_scrape():
     metrics = Metrics("m")
     now = Idle(running=3, waiting=2, kv_usage=0.25, preemptions=7, zombie_rows=5, prefix_queries=90, prefix_hits=60)
     now = replace(now, media_items=9, media_computed=4)
+    now = replace(now, kv_waste=0.02, kv_stranded_bytes=4096, kv_moved_bytes=512)
     metrics.bind(lambda: now)
     found = values(metrics)
     assert found["vllm:num_requests_running"] == 3
+    assert found["aengine:kv_waste_perc"] == 0.02
+    assert found["aengine:kv_stranded_bytes"] == 4096
+    assert found["aengine:kv_moved_bytes_total"] == 512
     assert found["vllm:num_requests_waiting"] == 2
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:num_preemptions_total"] == 7

@@ -283,6 +283,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=context,
         zero=arena.zero,
+        move=arena.move,
         states=arena.layer_states([(spec.group, spec.layer) for spec in states]),
     )
 

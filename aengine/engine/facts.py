@@ -52,6 +52,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     drafted_tokens: int
     accepted_tokens: int
     kv_usage: float
+    kv_waste: float
+    kv_stranded_bytes: int
+    kv_moved_bytes: int
     prefix_queries: int
     prefix_hits: int
     open_streams: int

@@ -6,6 +6,7 @@ Invariants: see planner (addresses) and pool (states).
 """
 
 from aengine.memory.accounting import GroupStats, PoolStats
+from aengine.memory.compaction import Moved, compact
 from aengine.memory.fence import Fence
 from aengine.memory.groups import GroupSpec, LayerSpec, Part, attention_group
 from aengine.memory.lifetimes import Chunk, Cross, Full, Lifetime, Media, State, Window
@@ -24,6 +25,7 @@ __all__ = [
     "LayerSpec",
     "Lifetime",
     "Media",
+    "Moved",
     "Page",
     "PagePlan",
     "Part",
@@ -32,6 +34,7 @@ __all__ = [
     "State",
     "Window",
     "attention_group",
+    "compact",
     "plan",
     "uniform_plan",
 ]

@@ -26,6 +26,7 @@ class GroupStats:
     fenced: int
     evicted: int
     evicted_by_steal: int
+    moved: int
     stranded_bytes: int
 
     @property
@@ -50,6 +51,7 @@ class PoolStats:
     unowned_slabs: int
     idle_slabs: int
     retypes: int
+    moved_bytes: int  # by compaction, ever
 
     @property
     def usage(self) -> float:
@@ -65,12 +67,13 @@ class PoolStats:
 def measure(pool: Pool) -> PoolStats:
     plan = pool.plan
     groups = []
-    live = fenced = cached = free = pitch = held = 0
+    live = fenced = cached = free = pitch = held = moved = 0
     for group, planned in zip(pool.groups, plan.groups, strict=True):
         free_slots = group.owned * group.slots - group.live - group.cached - group.fenced
         live += group.live * planned.payload
         fenced += group.fenced * planned.payload
         cached += group.cached * planned.payload
+        moved += group.moved * planned.payload
         held += (group.live + group.fenced) * planned.pitch
         free += free_slots * planned.payload
         pitch += group.owned * group.slots * (planned.pitch - planned.payload)
@@ -84,6 +87,7 @@ def measure(pool: Pool) -> PoolStats:
                 group.fenced,
                 group.evicted,
                 group.evicted_by_steal,
+                group.moved,
                 pool.stranded_bytes(group.index),
             )
         )
@@ -101,4 +105,5 @@ def measure(pool: Pool) -> PoolStats:
         unowned_slabs=pool.unowned_slabs,
         idle_slabs=pool.idle_slabs,
         retypes=pool.retypes,
+        moved_bytes=moved,
     )

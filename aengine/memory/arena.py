@@ -1,7 +1,7 @@
 """The bytes: one uint8 buffer, and strided views of it.
 
-Owns: allocation of the buffer, views by group, layer and part, zeroing of large pages. The only file here that
-touches torch.
+Owns: allocation of the buffer, views by group, layer and part, copying of pages, zeroing of large ones. The only file
+here that touches torch.
 Does not know: which pages are in use.
 Invariants: every view aliases the buffer; page id p of a group begins at byte p * pitch; the buffer starts out zero,
 and large page 0, the null pages, is never written by a sequence.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aengine.kernels.ops import LayerKV, LayerState
 from aengine.memory.planner import PagePlan
+from aengine.types import PageMove
 
 _HUGE = 2 * 2**20
 
@@ -90,6 +91,11 @@ class Arena:
         planned = self.plan.groups[group]
         start = page * planned.pitch
         return self.buffer[start : start + planned.payload]
+
+    def move(self, moves: Iterable[PageMove]) -> None:
+        """Copy pages one after the other, on the current stream."""
+        for move in moves:
+            self.page_bytes(move.group, move.target).copy_(self.page_bytes(move.group, move.source))
 
     def zero(self, large_pages: Iterable[int]) -> None:
         """Zero whole large pages, on the current stream: needed when they change element type."""

@@ -16,6 +16,7 @@ from aengine.memory.accounting import PoolStats, measure
 from aengine.memory.fence import Fence
 from aengine.memory.planner import PagePlan
 from aengine.memory.slabs import GroupSlabs, Page, Slab, Where
+from aengine.memory.spare import SpareSlabs
 
 _CACHED = int(Where.CACHED)
 _FENCED = int(Where.FENCED)
@@ -31,10 +32,9 @@ class Pool:
         self.groups = [
             GroupSlabs(i, group.slots, plan.large_pages, group.spec.elements) for i, group in enumerate(plan.groups)
         ]
+        self.movable = tuple(group for group in self.groups if group.slots > 1)
         self.slabs = [Slab(i) for i in range(plan.large_pages)]
-        self._unowned = [self.slabs[i] for i in range(plan.large_pages - 1, 0, -1)]  # 0 holds the null pages
-        self._idle = Slab(-1)  # list head: next is the slab that has been idle longest
-        self._idle_slabs = 0
+        self.spare = SpareSlabs(self.slabs)
         self._clock = 0
         self._retyped: list[int] = []
         self.retypes = 0
@@ -43,18 +43,18 @@ class Pool:
 
     @property
     def unowned_slabs(self) -> int:
-        return len(self._unowned)
+        return len(self.spare.unowned)
 
     @property
     def idle_slabs(self) -> int:
-        return self._idle_slabs
+        return self.spare.idle_slabs
 
     def shortage(self, need: Sequence[int]) -> tuple[int, ...] | None:
         """Pages of each group that cannot be had now if need[g] pages of each are wanted; None: all can be had.
 
         Exact and O(groups). Fenced pages do not count as available.
         """
-        spare = len(self._unowned) + self._idle_slabs
+        spare = len(self.spare.unowned) + self.spare.idle_slabs
         short: list[int] = []
         for group, count in zip(self.groups, need, strict=True):
             beyond = count and count - group.free_active - group.cached_active
@@ -65,6 +65,24 @@ class Pool:
             spare -= slabs
             short.append(max(0, beyond - slabs * group.slots))
         return tuple(short) if any(short) else None
+
+    def large_needed(self, need: Sequence[int]) -> int:
+        """Unowned or idle large pages that taking need[g] pages of each group opens."""
+        slabs = 0
+        for group, count in zip(self.groups, need, strict=True):
+            beyond = count and count - group.free_active - group.cached_active
+            if beyond > 0:
+                slabs += -(-beyond // group.slots)
+        return slabs
+
+    def packs(self, need: Sequence[int], less: Sequence[int] | None = None) -> bool:
+        """Whether need[g] pages of each group can be had once what is fenced has come back and live pages have been
+        moved together; `less`: pages of each group that are to be let go first. O(groups)."""
+        slabs = 0
+        for group, count in zip(self.groups, need, strict=True):
+            held = group.live + count - (less[group.index] if less is not None else 0)
+            slabs += -(-held // group.slots)
+        return slabs <= self.plan.usable
 
     # -- taking ----------------------------------------------------------------------------------------------------
 
@@ -81,7 +99,7 @@ class Pool:
 
     def try_take(self, need: Sequence[int]) -> list[list[Page]] | None:
         """As `take`, but None, and nothing changed, when `shortage` says that pages are missing."""
-        surplus = len(self._unowned) + self._idle_slabs
+        surplus = len(self.spare.unowned) + self.spare.idle_slabs
         quota = []
         for group in self.groups:
             slabs, count = 0, need[group.index]
@@ -105,17 +123,17 @@ class Pool:
     def take_one(self, index: int) -> Page | None:
         """One page of one group, as `take` would give it; None when there is none."""
         group = self.groups[index]
-        if group.occupied:
-            return self._take_slot(group, group.fullest())
-        if self._unowned or self._idle_slabs or group.cached_active:
+        if group.with_free.occupied:
+            return self._take_slot(group, group.with_free.fullest())
+        if self.spare.unowned or self.spare.idle_slabs or group.cached_active:
             return self._open_or_evict(group)[0]
         return None
 
     def _take_group(self, group: GroupSlabs, count: int, quota: int, surplus: int, pages: list[Page]) -> int:
         """Append `count` pages to `pages`; returns what is left of the surplus."""
         for _ in range(count):
-            if group.occupied:
-                page, opened = self._take_slot(group, group.fullest()), False
+            if group.with_free.occupied:
+                page, opened = self._take_slot(group, group.with_free.fullest()), False
             elif quota + surplus > 0:
                 page, opened = self._open_or_evict(group)
             else:
@@ -132,12 +150,12 @@ class Pool:
         """(page, whether it cost an idle or unowned slab)."""
         if group.idle_free:
             return self._take_slot(group, next(reversed(group.idle_free.values()))), True
-        if self._unowned:
-            return self._claim(group, self._unowned.pop()), True
-        idle, oldest = self._idle.next, group.lru.next
-        if oldest is group.lru or (idle is not self._idle and idle.stamp < oldest.stamp):
+        if self.spare.unowned:
+            return self._claim(group, self.spare.unowned.pop()), True
+        idle, oldest = self.spare.idle.next, group.lru.next
+        if oldest is group.lru or (idle is not self.spare.idle and idle.stamp < oldest.stamp):
             self._empty(idle)
-            return self._claim(group, self._unowned.pop()), True
+            return self._claim(group, self.spare.unowned.pop()), True
         was_idle = oldest.slab.live == 0
         return self._evict(group, oldest), was_idle
 
@@ -162,7 +180,7 @@ class Pool:
     def _take_slot(self, group: GroupSlabs, slab: Slab) -> Page:
         """Take the lowest free slot of an owned slab."""
         if not slab.live:
-            self._activate(group, slab)
+            self.spare.activate(group, slab)
         bit = slab.free & -slab.free
         slab.free ^= bit
         slab.free_slots -= 1
@@ -185,16 +203,18 @@ class Pool:
         page.ref += 1
         if page.ref > 1:
             return
-        group = self.groups[page.group]
+        group, slab = self.groups[page.group], page.slab
         group.live += 1
         if page.where == _FENCED:
             group.fenced -= 1
+            slab.fenced -= 1
+            if slab.closed:
+                self.spare.reopen(group, slab)
         else:
             assert page.where == _CACHED, page
             self._uncache(group, page)
-            slab = page.slab
             slab.live += 1
-            if slab.free:
+            if group.slots > 1:
                 group.file(slab)
         page.where = 0
 
@@ -210,11 +230,17 @@ class Pool:
         group = self.groups[page.group]
         group.live -= 1
         if page.last > self.fence.retired:
-            page.where = _FENCED
             group.fenced += 1
-            self.fence.defer(page.last, page)
+            page.slab.fenced += 1
+            self.put_behind_fence(page, page.last)
         else:
             self._settle(group, page)
+
+    def put_behind_fence(self, page: Page, step: int) -> None:
+        """A page without holders, counted as fenced, stays so until `step` has retired."""
+        page.where = _FENCED
+        page.last = step
+        self.fence.defer(step, page)
 
     def retire(self, step: int) -> None:
         """All steps up to `step` have retired. An entry is stale when the page was pinned again meanwhile."""
@@ -222,6 +248,7 @@ class Pool:
             if page.where == _FENCED and page.last <= step:
                 group = self.groups[page.group]
                 group.fenced -= 1
+                page.slab.fenced -= 1
                 self._settle(group, page)
 
     def _settle(self, group: GroupSlabs, page: Page) -> None:
@@ -232,7 +259,7 @@ class Pool:
             page.where = 0
             slab.free |= 1 << page.slot
             slab.free_slots += 1
-            group.free_active += 1
+            group.free_active += not slab.closed
         else:
             page.where = _CACHED
             self._clock += 1
@@ -241,11 +268,11 @@ class Pool:
             page.prev, page.next = last, group.lru
             last.next = group.lru.prev = page
             group.cached += 1
-            group.cached_active += 1
+            group.cached_active += not slab.closed
             slab.cached += 1
         if not slab.live:
-            self._deactivate(group, slab)
-        elif slab.free:
+            self.spare.deactivate(group, slab, self._clock)
+        elif group.slots > 1:
             group.file(slab)
 
     # -- names -----------------------------------------------------------------------------------------------------
@@ -272,10 +299,10 @@ class Pool:
             slab.free |= 1 << page.slot
             slab.free_slots += 1
             if active:
-                group.free_active += 1
+                group.free_active += not slab.closed
                 group.file(slab)
             elif not slab.cached:
-                self._disown(group, slab)
+                self.spare.forget(group, slab)
             else:
                 group.idle_free[slab.index] = slab
 
@@ -294,7 +321,7 @@ class Pool:
         page.where = 0
         page.slab.live += 1
         group.evicted += 1
-        if page.slab.free:
+        if group.slots > 1:
             group.file(page.slab)
         return self._lend(group, page)
 
@@ -318,7 +345,9 @@ class Pool:
     def _uncache(self, group: GroupSlabs, page: Page) -> None:
         """Out of the LRU list, its slab made active; the caller counts the page as live."""
         if not page.slab.live:
-            self._activate(group, page.slab)
+            self.spare.activate(group, page.slab)
+        elif page.slab.closed:
+            self.spare.reopen(group, page.slab)
         self._unlink_cached(group, page)
 
     def _unlink_cached(self, group: GroupSlabs, page: Page) -> None:
@@ -326,49 +355,10 @@ class Pool:
         before.next, after.prev = after, before
         page.prev = page.next = page
         group.cached -= 1
-        page.slab.cached -= 1
-        if page.slab.next is page.slab:  # not in the idle list
+        slab = page.slab
+        slab.cached -= 1
+        if slab.next is slab and not slab.closed:  # not in the idle list
             group.cached_active -= 1
-
-    def _activate(self, group: GroupSlabs, slab: Slab) -> None:
-        """Idle -> active; the caller raises `live` right after."""
-        before, after = slab.prev, slab.next
-        before.next, after.prev = after, before
-        slab.prev = slab.next = slab
-        self._idle_slabs -= 1
-        group.free_active += slab.free_slots
-        group.cached_active += slab.cached
-        if slab.free:
-            del group.idle_free[slab.index]
-
-    def _deactivate(self, group: GroupSlabs, slab: Slab) -> None:
-        """Active -> idle or unowned, when the last live page has gone."""
-        group.free_active -= slab.free_slots
-        group.cached_active -= slab.cached
-        if slab.bucket >= 0:
-            group.file(slab)
-        if not slab.cached:
-            self._disown(group, slab)
-            return
-        slab.stamp = self._clock
-        last = self._idle.prev
-        slab.prev, slab.next = last, self._idle
-        last.next = self._idle.prev = slab
-        self._idle_slabs += 1
-        if slab.free:
-            group.idle_free[slab.index] = slab
-
-    def _disown(self, group: GroupSlabs, slab: Slab) -> None:
-        if slab.next is not slab:
-            before, after = slab.prev, slab.next
-            before.next, after.prev = after, before
-            slab.prev = slab.next = slab
-            self._idle_slabs -= 1
-            group.idle_free.pop(slab.index, None)
-        slab.group = -1
-        slab.free = slab.free_slots = 0
-        group.owned -= 1
-        self._unowned.append(slab)
 
     # -- accounting ------------------------------------------------------------------------------------------------
 

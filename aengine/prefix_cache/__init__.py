@@ -8,6 +8,7 @@ Invariants: see cache.
 from aengine.prefix_cache.cache import PrefixCache
 from aengine.prefix_cache.keys import MediaItem
 from aengine.prefix_cache.lease import Grown, Lease, TablePart
+from aengine.prefix_cache.relocation import Compaction
 from aengine.prefix_cache.stats import CacheStats
 
-__all__ = ["CacheStats", "Grown", "Lease", "MediaItem", "PrefixCache", "TablePart"]
+__all__ = ["CacheStats", "Compaction", "Grown", "Lease", "MediaItem", "PrefixCache", "TablePart"]

@@ -71,23 +71,28 @@ def _audit_slabs(pool: Pool, group: GroupSlabs) -> None:
             continue
         owned += 1
         _audit_slab(group, slab)
-        if slab.live:
+        if slab.live and not slab.closed:
             free_active += slab.free_slots
             cached_active += slab.cached
     assert (owned, free_active, cached_active) == (group.owned, group.free_active, group.cached_active), group.index
-    for level, bucket in enumerate(group.buckets):
-        assert bool(bucket) == bool(group.occupied >> level & 1), "bucket mask"
-        assert all(slab.bucket == level for slab in bucket.values())
+    for levels, at in ((group.with_free, "free_at"), (group.with_cached, "cached_at")):
+        for level, row in enumerate(levels.rows):
+            assert bool(row) == bool(levels.occupied >> level & 1), "mask of levels"
+            assert all(getattr(slab, at) == level for slab in row.values())
 
 
 def _audit_slab(group: GroupSlabs, slab: Slab) -> None:
     pages = [group.pages[slab.index * group.slots + slot] for slot in range(group.slots)]
     live = sum(p is not None and (p.ref > 0 or p.where == Where.FENCED) for p in pages)
     cached = sum(p is not None and p.where == Where.CACHED for p in pages)
-    assert (live, cached) == (slab.live, slab.cached), slab
+    fenced = sum(p is not None and p.where == Where.FENCED for p in pages)
+    assert (live, fenced, cached) == (slab.live, slab.fenced, slab.cached), slab
     assert slab.free.bit_count() == slab.free_slots == group.slots - live - cached, slab
     assert live or cached, f"{slab} holds nothing"
-    assert slab.bucket == (slab.live if slab.live and slab.free else -1), slab
+    level = -1 if slab.closed or not slab.live else slab.live
+    assert slab.free_at == (level if slab.free else -1), slab
+    assert slab.cached_at == (level if slab.cached else -1), slab
+    assert not slab.closed or slab.live == slab.fenced > 0, f"{slab} is closed and in use"
     assert (slab.index in group.idle_free) == (not slab.live and slab.free != 0), slab
     assert (slab.next is not slab) == (slab.live == 0), f"{slab}: idle list"
 
@@ -95,6 +100,7 @@ def _audit_slab(group: GroupSlabs, slab: Slab) -> None:
 def _audit_idle(pool: Pool) -> None:
     idle = [slab for slab in pool.slabs if slab.group >= 0 and slab.live == 0]
     assert len(idle) == pool.idle_slabs
+    assert sum(slab.closed for slab in pool.slabs) == pool.spare.closed
     owned = sum(group.owned for group in pool.groups)
     assert owned + pool.unowned_slabs == pool.plan.usable, "slabs lost"
     assert pool.slabs[0].group == -1, "slab of the null pages in use"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aengine.memory.compaction import compact
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.audit import audit
@@ -25,10 +26,14 @@ from aengine.prefix_cache.keys import MediaItem, TokenChain
 from aengine.prefix_cache.lease import Grown, Lease, TablePart
 from aengine.prefix_cache.matching import Matcher, Roots, make_rules
 from aengine.prefix_cache.positional import PositionalRules
+from aengine.prefix_cache.relocation import Compaction, relocate
 from aengine.prefix_cache.retention import GRID_TOKENS, UNBOUNDED, RetentionPoints
+from aengine.prefix_cache.retraction import retract
 from aengine.prefix_cache.state import StateRules
 from aengine.prefix_cache.stats import CacheStats, Counters
 from aengine.prefix_cache.tails import TailIndex
+
+COPIED_SLABS = 8  # as many bytes at most does a step copy to empty large pages
 
 
 class PrefixCache:
@@ -105,10 +110,10 @@ class PrefixCache:
             state_pages=self._state_pages,
         )
         lease.sharing = lease.publishes = self.enabled
+        lease.serial = self._serial
         lease.holds = tuple(rule.open(lease) for rule in self._rules)
         lease.pairs = tuple(zip(self._rules, lease.holds, strict=True))
         lease.tables = tuple(hold.table for hold in lease.holds)
-        lease.serial = self._serial
         self._leases[self._serial] = lease
         self._serial += 1
         counters = self._counters
@@ -176,7 +181,7 @@ class PrefixCache:
         need = [rule.prepare(lease, hold, frontier, upto, step, drafts) for rule, hold in lease.pairs]
         pages = self.pool.try_take(need)
         if pages is None:
-            return Grown(frontier, (), self.pool.shortage(need) or ())
+            return Grown(frontier, (), self.pool.shortage(need) or (), need=tuple(need))
         lease.tokens_ready = upto
         tokens = upto if upto < lease.known else lease.known
         parts: list[TablePart] = []
@@ -199,7 +204,7 @@ class PrefixCache:
         if upto > len(run.pages) * rule.page:
             page = self.pool.take_one(0)
             if page is None:
-                return Grown(frontier, (), (1,))
+                return Grown(frontier, (), (1,), need=(1,))
             run.append(page)
         if run.sent < len(run.table):
             parts = (run.news(),)
@@ -304,47 +309,24 @@ class PrefixCache:
 
     def retract(self, step: int, lease: Lease | None = None) -> tuple[int, ...]:
         """`step` failed: un-publish what was published for it and for later steps, by all leases or by one (whose row
-        failed alone).
+        failed alone), and what it was to move.
 
-        Returns the handles of other leases that have built on such pages, or on pages of those, oldest first; what they
-        compute is worthless, and they publish nothing any more.
+        Returns the handles of other leases that have built on such pages, or on pages of those, oldest first, and of
+        all that hold moved ones; what they compute is worthless, and they publish nothing any more.
         """
-        if lease is not None:
-            lease.publishes = False
-        spoiled: dict[int, int] = {}  # serial -> handle
-        todo = [None if lease is None else lease.serial]
-        while todo:
-            pages, names = self._take_back(step, todo.pop())
-            for serial, holder in self._leases.items():
-                if serial in spoiled or holder is lease:
-                    continue
-                owners = [pages[page] for page in self._held(holder) if page in pages]
-                owners += [names[name] for name in self._adopted(holder) if name in names]
-                holder.publishes = holder.publishes and not owners
-                if any(owner != serial for owner in owners):
-                    spoiled[serial] = holder.handle
-                    if lease is not None:
-                        todo.append(serial)
-        return tuple(spoiled[serial] for serial in sorted(spoiled))
+        return retract(self.pool, self._journal, self._leases, step, lease)
 
-    def _take_back(self, step: int, serial: int | None) -> tuple[dict[Page, int], dict[tuple[int, bytes], int]]:
-        """Un-publish. Returns the publisher by page, and by (group, name): the page may have another name by now."""
-        pages: dict[Page, int] = {}
-        names: dict[tuple[int, bytes], int] = {}
-        for page, key, owner in self._journal.take(step, serial):
-            names[page.group, key] = owner
-            if page.key is key:
-                pages[page] = owner
-                self.pool.unpublish(page)
-        return pages, names
+    # -- moving ----------------------------------------------------------------------------------------------------
 
-    def _adopted(self, lease: Lease) -> list[tuple[int, bytes]]:
-        """(group, name) of states that the lease has gone on from; it may have let go of their pages."""
-        pairs = [(rule.index, hold) for rule, hold in lease.pairs if isinstance(rule, StateRules)]
-        return [(group, name) for group, hold in pairs for name in hold.adopted]
-
-    def _held(self, lease: Lease) -> list[Page]:
-        return [page for rule, hold in lease.pairs for page in rule.pages(hold)]
+    def compact(self, step: int, slabs: int) -> Compaction:
+        """Move live pages together, so that up to `slabs` large pages come back when `step` has retired. The caller
+        launches `step` with what is returned, or calls `retract`."""
+        moves = compact(self.pool, slabs, step, COPIED_SLABS * self.pool.plan.large_bytes)
+        if not moves:
+            return Compaction()
+        for moved in moves:
+            self._journal.moved(moved.page, step)
+        return relocate(moves, self._rules, self._leases)
 
     # -- questions -------------------------------------------------------------------------------------------------
 
@@ -383,18 +365,9 @@ class PrefixCache:
         """Whether such a sequence could run to its end alone; the start-up sizer asks the same function."""
         return self.pool.plan.fits(total_tokens, media_tokens=media_tokens, in_flight_tokens=self.in_flight_tokens)
 
-    def has_room(self, tokens: int) -> bool:
-        """Whether pages for `tokens` more positions of one sequence can be had now (fenced pages cannot)."""
-        need = self.pool.plan.peak_pages(tokens, in_flight_tokens=self.in_flight_tokens)
-        return self.pool.shortage(need) is None
-
     def reclaimable_pages(self, lease: Lease) -> tuple[int, ...]:
         """Pages of each group that nobody else holds: what releasing the lease would free or make evictable."""
         return tuple(sum(page.ref == 1 for page in rule.pages(hold)) for rule, hold in lease.pairs)
-
-    def fenced_pages(self) -> tuple[int, ...]:
-        """Pages of each group that wait for a step to retire."""
-        return tuple(group.fenced for group in self.pool.groups)
 
     def reset(self) -> None:
         """Forget every page that no lease holds; held pages keep their names."""
@@ -419,7 +392,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert every invariant of the pool and of all leases; O(pages), for tests and debugging."""
-        audit(self.pool, [self._held(lease) for lease in self._leases.values()])
+        audit(self.pool, [lease.held() for lease in self._leases.values()])
 
 
 def _deepest_first(entry: tuple[int, Any]) -> int:

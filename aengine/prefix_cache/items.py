@@ -24,10 +24,11 @@ class ItemPages:
     `columns[i]`: first table column of item i, -1 while it has none. `fresh`: items to compute in the coming step.
     """
 
-    __slots__ = ("columns", "fresh", "group", "keys", "pages", "sent", "table")
+    __slots__ = ("columns", "fresh", "group", "keys", "pages", "sent", "serial", "table")
 
-    def __init__(self, group: int, keys: list[list[bytes]]) -> None:
+    def __init__(self, group: int, serial: int, keys: list[list[bytes]]) -> None:
         self.group = group
+        self.serial = serial  # of the lease
         self.keys = keys
         self.pages: list[list[Page]] = [[] for _ in keys]
         self.columns = [-1] * len(keys)
@@ -48,6 +49,8 @@ class ItemPages:
         self.columns[item] = len(self.table)
         self.pages[item] = pages
         self.table += [page.id for page in pages]
+        for page in pages:
+            page.holder = self.serial
 
 
 class ItemRules:
@@ -65,7 +68,8 @@ class ItemRules:
 
     def open(self, lease: Lease) -> ItemPages:
         root = lease.chain.root
-        return ItemPages(self.index, [media_keys(root, item, -(-item.tokens // self.page)) for item in lease.media])
+        keys = [media_keys(root, item, -(-item.tokens // self.page)) for item in lease.media]
+        return ItemPages(self.index, lease.serial, keys)
 
     # -- matching --------------------------------------------------------------------------------------------------
 
@@ -145,6 +149,22 @@ class ItemRules:
                 if self.pool.publish(page, key):
                     self.journal.record(page, lease.serial, step)
         hold.fresh.clear()
+
+    # -- moving ----------------------------------------------------------------------------------------------------
+
+    def relocate(self, hold: ItemPages, page: Page, source: int) -> tuple[int, tuple[int, ...]]:
+        """`page` has moved from `source`: how often the lease holds it (one image may stand twice in a prompt), and the
+        table entries that changed."""
+        indices = []
+        for column, pages in zip(hold.columns, hold.pages, strict=True):
+            if page in pages:
+                indices.append(column + pages.index(page))
+                hold.table[indices[-1]] = page.id
+        return len(indices), tuple(indices)
+
+    def item_at(self, hold: ItemPages, index: int) -> int:
+        """The item that table entry `index` belongs to."""
+        return max((column, item) for item, column in enumerate(hold.columns) if 0 <= column <= index)[1]
 
     # -- letting go ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""What was published for steps that have not retired.
+"""What was published for steps that have not retired, and what they move.
 
-Owns: the list of such pages by step, so that a failed step can take its pages back.
+Owns: the lists of such pages by step, so that a failed step can take its pages back.
 Does not know: pools, groups.
 Invariants: an entry is dropped when its step retires; entries are in order of publication.
 """
@@ -13,9 +13,10 @@ from aengine.memory.slabs import Page
 class Journal:
     """`serial` identifies the publishing lease."""
 
-    __slots__ = ("_steps", "published")
+    __slots__ = ("_moved", "_steps", "published")
 
     def __init__(self) -> None:
+        self._moved: dict[int, list[Page]] = {}
         self._steps: dict[int, list[tuple[Page, bytes, int]]] = {}
         self.published = 0  # pages, ever, whether journalled or not
 
@@ -30,9 +31,18 @@ class Journal:
             entries = self._steps[step] = []
         entries.append((page, page.key, serial))
 
+    def moved(self, page: Page, step: int) -> None:
+        """`step` copies the page to the address it has now."""
+        self._moved.setdefault(step, []).append(page)
+
+    def moved_by(self, step: int) -> list[Page]:
+        return self._moved.get(step, [])
+
     def retire(self, step: int) -> None:
         for done in [s for s in self._steps if s <= step]:
             del self._steps[done]
+        for done in [s for s in self._moved if s <= step]:
+            del self._moved[done]
 
     def take(self, step: int, serial: int | None) -> list[tuple[Page, bytes, int]]:
         """Remove and return (page, name it got then, serial) of `step` and later, of one lease or of all."""

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aengine.memory.slabs import Page
 from aengine.prefix_cache.keys import MediaItem, TokenChain
 from aengine.prefix_cache.retention import UNBOUNDED, RetentionPoints
 
@@ -31,13 +32,15 @@ class Grown(msgspec.Struct, frozen=True):
 
     `start`: first position still to be computed; above the old frontier when pages were adopted, and then possibly
     equal to or above `upto` (nothing to launch). `deltas`: table entries the device does not have yet. `short`: pages
-    missing per group; empty on success. `media`: (group, item) pairs whose pages this step must compute.
+    missing per group; empty on success. `media`: (group, item) pairs whose pages this step must compute. `need`: pages
+    per group that were wanted, if some were missing.
     """
 
     start: int
     deltas: tuple[TablePart, ...] = ()
     short: tuple[int, ...] = ()
     media: tuple[tuple[int, int], ...] = ()
+    need: tuple[int, ...] = ()
 
 
 class Lease:
@@ -120,6 +123,10 @@ class Lease:
     def item_pages(self, group: int, item: int) -> tuple[int, ...]:
         """Of a Cross or Media group: the pages that one media item holds, in order."""
         return tuple(page.id for page in self.holds[group].pages[item])
+
+    def held(self) -> list[Page]:
+        """All pages it holds, group by group."""
+        return [page for rule, hold in self.pairs for page in rule.pages(hold)]
 
     def __repr__(self) -> str:
         return f"<lease {self.handle}: {self.tokens_ready}/{self.known} tokens, {self.cached_tokens} cached>"

@@ -21,10 +21,11 @@ from aengine.prefix_cache.retention import UNBOUNDED
 class PageRun:
     """What a lease holds of a positional group. pages[i] is None where table[i] is 0."""
 
-    __slots__ = ("adopted", "base", "group", "keyed", "pages", "sent", "table")
+    __slots__ = ("adopted", "base", "group", "keyed", "pages", "sent", "serial", "table")
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, group: int, serial: int) -> None:
         self.group = group
+        self.serial = serial  # of the lease
         self.pages: list[Page | None] = []
         self.table: list[int] = []
         self.adopted = 0  # indices below were found, not computed: somebody keeps them for a reason
@@ -33,6 +34,8 @@ class PageRun:
         self.keyed = 0  # indices below were offered to the cache
 
     def append(self, page: Page | None) -> None:
+        if page is not None:
+            page.holder, page.index = self.serial, len(self.pages)
         self.pages.append(page)
         self.table.append(page.id if page is not None else 0)
 
@@ -63,7 +66,7 @@ class PositionalRules:
         self._names = pool.names[index]
 
     def open(self, lease: Lease) -> PageRun:
-        return PageRun(self.index)
+        return PageRun(self.index, lease.serial)
 
     # -- matching --------------------------------------------------------------------------------------------------
 
@@ -162,9 +165,12 @@ class PositionalRules:
         self, lease: Lease, run: PageRun, pages: list[Page], start: int, upto: int, step: int, parts: list[TablePart]
     ) -> int:
         """Append the pages taken, tell the device (`parts`), return the capacity in tokens."""
-        if pages:
-            run.pages += pages
-            run.table += [page.id for page in pages]
+        serial, index = run.serial, len(run.pages)
+        for page in pages:
+            page.holder, page.index = serial, index
+            index += 1
+        run.pages += pages
+        run.table += [page.id for page in pages]
         if run.sent < len(run.table):
             parts.append(run.news())
         return len(run.pages) * self.page
@@ -186,6 +192,17 @@ class PositionalRules:
             if self.pool.publish(page, digests[(index + 1) * stride - 1]):
                 self.journal.record(page, lease.serial, step)
         run.keyed = count
+
+    # -- moving ----------------------------------------------------------------------------------------------------
+
+    def relocate(self, run: PageRun, page: Page, source: int) -> tuple[int, tuple[int, ...]]:
+        """`page` has moved from `source`: how often the lease holds it, and the table entries that changed. All that
+        hold it have it at the same index, because its name names all that stands before it."""
+        index = page.index
+        if index >= len(run.pages) or run.pages[index] is not page:
+            return 0, ()
+        run.table[index] = page.id
+        return 1, (index,)
 
     # -- letting go ------------------------------------------------------------------------------------------------
 

@@ -25,16 +25,18 @@ class StateHold:
     `read_at`: tokens whose state it is. `write`: the page written by the last grown step.
     """
 
-    __slots__ = ("adopted", "changed", "edge", "group", "read", "read_at", "step", "table", "write")
+    __slots__ = ("adopted", "changed", "edge", "group", "read", "read_at", "sent", "serial", "step", "table", "write")
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, group: int, serial: int) -> None:
         self.group = group
+        self.serial = serial  # of the lease
         self.read: Page | None = None
         self.write: Page | None = None
         self.read_at = 0
         self.edge = 0  # positions that may be launched before the pages change again
         self.step = -1  # the last step that read `read`
         self.table = [0, 0]
+        self.sent = 2  # entries the device has, of whatever age
         self.changed = False
         self.adopted: list[bytes] = []  # names of the states of others that it went on from
 
@@ -62,7 +64,7 @@ class StateRules:
         self._names = pool.names[index]
 
     def open(self, lease: Lease) -> StateHold:
-        return StateHold(self.index)
+        return StateHold(self.index, lease.serial)
 
     # -- matching --------------------------------------------------------------------------------------------------
 
@@ -80,6 +82,7 @@ class StateRules:
             return
         page = self._names[lease.chain.digests[tokens // self.page * self._stride - 1]]
         self.pool.pin(page)
+        page.holder = hold.serial
         self._drop_read(hold)
         if hold.write is not None:
             self.pool.drop(hold.write, step - 1)
@@ -93,6 +96,7 @@ class StateRules:
     def adopt_tail(self, lease: Lease, hold: StateHold, tokens: int, key: bytes) -> None:
         hold.read, hold.read_at, hold.edge = self._names[key], tokens, tokens
         self.pool.pin(hold.read)
+        hold.read.holder = hold.serial
         hold.adopted.append(key)
 
     def claim_tail(self, hold: StateHold) -> None:
@@ -126,6 +130,7 @@ class StateRules:
             if hold.write is not None:
                 hold.read, hold.read_at = hold.write, start
             hold.write = pages[0]
+            hold.write.holder = hold.serial
         write = hold.write
         assert write is not None
         table = [hold.read.id if hold.read is not None else 0 if start == 0 else write.id, write.id]
@@ -145,6 +150,18 @@ class StateRules:
         """Name the state that the last grown step read, when it is a checkpoint within `tokens` known positions."""
         if hold.read is not None and hold.read_at <= tokens:
             self._publish_read(lease, hold, step)
+
+    # -- moving ----------------------------------------------------------------------------------------------------
+
+    def relocate(self, hold: StateHold, page: Page, source: int) -> tuple[int, tuple[int, ...]]:
+        """`page` has moved from `source`: how often the lease holds it, and the table entries that changed. A hit that
+        nobody has gone on from stands in no table yet."""
+        if page is not hold.read and page is not hold.write:
+            return 0, ()
+        indices = tuple(index for index, entry in enumerate(hold.table) if entry == source)
+        for index in indices:
+            hold.table[index] = page.id
+        return 1, indices
 
     # -- letting go ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from aengine.types import Bools, Int32s, Int64s, MediaPlacement, SlotSetup, StepPlan, TableDelta
+from aengine.types import Bools, Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Staged:
     setups: tuple[SlotSetup, ...]
     zero: tuple[int, ...]
     media: tuple[MediaPlacement, ...]
+    moves: tuple[PageMove, ...]
     prompt_logprobs: Mapping[int, Int32s]
     buffers: _Buffers
 
@@ -93,6 +94,7 @@ def _copy(plan: StepPlan, buffers: _Buffers) -> Staged:
         setups=plan.setups,
         zero=plan.zero,
         media=plan.media,
+        moves=plan.moves,
         prompt_logprobs={row: targets.copy() for row, targets in plan.prompt_logprobs.items()},
         buffers=buffers,
     )

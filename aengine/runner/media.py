@@ -24,6 +24,7 @@ from aengine.types import MediaInput, MediaPlacement
 class _Seen:
     """Item number `item` of a row's prompt, seen by positions first <= p < until."""
 
+    group: int
     item: int
     first: int
     until: int
@@ -55,7 +56,8 @@ class SlotMedia:
                 except Exception as error:  # a bad image must not fail the other rows of the step
                     failed[one.slot] = f"image {one.item} cannot be computed: {type(error).__name__}: {error}"
             row = self._slots[one.slot]
-            row.append(_Seen(one.item, one.first, one.until, CrossItem(pages, one.tokens)))
+            row[:] = [seen for seen in row if (seen.group, seen.item) != (one.group, one.item)]  # its pages have moved
+            row.append(_Seen(one.group, one.item, one.first, one.until, CrossItem(pages, one.tokens)))
             row.sort(key=lambda seen: seen.item)  # their order is the order of sums: not that of arrival
         return failed
 

@@ -3,9 +3,9 @@
 Owns: simulated KV pages holding token ids, block tables and relay by slot, and the hash that plays the model.
 Does not know: scheduling, text, torch.
 Invariants: a sampled token is a function of all token ids found through the block table, and of the request's seed; so
-a wrong, stale, early-reused or unwritten page changes the output. Pages of a window group hold ids too, and only
-positions inside the window are read; a page of a state group holds the digest of all tokens so far. Nothing is read
-when a step is staged: all of it happens when it runs.
+a wrong, stale, early-reused or unwritten page changes the output. Pages of a window or chunk group hold ids too, and
+only positions inside it are read; a page of a state group holds the digest of all tokens so far. Nothing is read when a
+step is staged: all of it happens when it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aengine.runner.sim_state import SimStates, State, digest
-from aengine.types import Int32s, Int64s, Logprobs, SlotSetup, StepPlan, StepResult
+from aengine.types import Int32s, Int64s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult
 
 _UNWRITTEN = -7
 _MASK = (1 << 64) - 1
@@ -27,13 +27,24 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SimGroup:
-    """One KV group: `window` 0 is full attention. `pages` counts page ids, the null page included. `state`: recurrent
-    state, one page for a whole sequence; then another group must have full attention."""
+    """One KV group: `window` and `chunk` 0 are full attention. `pages` counts page ids, the null page included.
+    `state`: recurrent state, one page for a whole sequence; then another group must have full attention."""
 
     pages: int
     page_tokens: int
     window: int = 0
     state: bool = False
+    chunk: int = 0
+
+    @property
+    def full(self) -> bool:
+        return not (self.window or self.chunk or self.state)
+
+    def first_read(self, position: int) -> int:
+        """The first position that the query at `position` reads."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +125,22 @@ class SimExecutor:
         return result
 
     def _apply(self, plan: StepPlan) -> None:
+        self._move(plan.moves)
         for delta in plan.tables:
             self.tables[delta.group][delta.slot, delta.first : delta.first + len(delta.pages)] = delta.pages
         for setup in plan.setups:
             self._setups[setup.slot] = setup
             self._relay[setup.slot] = -1  # poison: nothing of the slot's earlier owner may be read
+
+    def _move(self, moves: Sequence[PageMove]) -> None:
+        """What stood at the source is gone: a table that still names it reads poison."""
+        for move in moves:
+            if move.group in self._states:
+                self._states[move.group].move(move.source, move.target)
+            else:
+                kv = self._kv[move.group]
+                kv[move.target] = kv[move.source]
+                kv[move.source] = _UNWRITTEN
 
     def _rows(self, plan: StepPlan) -> StepResult:
         tokens = np.zeros((len(plan.slots), max(1, int(plan.samples.max(initial=0)))), np.int32)
@@ -183,17 +205,16 @@ class SimExecutor:
             for g, kv, t in zip(self._groups, self._kv, self.tables, strict=True)
             if not g.state
         ]
-        whole = next((view for g, view in zip(groups, views, strict=True) if not g.window), views[0])
+        whole = next((view for g, view in zip(groups, views, strict=True) if g.full), views[0])
         if any(state != digest(whole) for state in states):
             whole = np.concatenate([whole, whole])  # a wrong state: spoil the token
         for group, view in zip(groups, views, strict=True):
-            if group.window and not np.array_equal(view, whole[-len(view) :]):
+            if not group.full and not np.array_equal(view, whole[-len(view) :]):
                 whole = np.concatenate([whole, view])  # a wrong window page: spoil the token
         return self._token(whole, self._vocab, seed)
 
     def _read(self, group: SimGroup, kv: Int32s, table: Int32s, position: int) -> Int32s:
-        first = max(0, position - group.window + 1) if group.window else 0
-        positions: Int64s = np.arange(first, position + 1)
+        positions: Int64s = np.arange(group.first_read(position), position + 1)
         return kv[table[positions // group.page_tokens], positions % group.page_tokens]
 
 

@@ -34,6 +34,9 @@ class SimStates:
         self._pages: list[State] = [(0, 0)] + [_SPOILED] * (pages - 1)
         self._rows: list[list[State]] = []
 
+    def move(self, source: int, target: int) -> None:
+        self._pages[target], self._pages[source] = self._pages[source], _SPOILED
+
     def run(self, plan: StepPlan, table: Int32s, inputs: Sequence[Int32s]) -> None:
         """One step: all rows read, then all write; keeps the states after every position for `after`."""
         pairs = table[plan.slots].tolist()

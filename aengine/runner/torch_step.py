@@ -7,8 +7,8 @@ Invariants: all state changes on the stream, in step order. A slot's relay holds
 for it, and after a failure; a row that reads -1 fails, as does one with an id outside the vocabulary, a row whose
 logits hold NaN, and a row with all tokens masked: alone, with a message. At most `LOGIT_ROWS` x V logits exist at once.
 
-    setups, table deltas -> ids (host or relay) -> forward -> prompt logprobs -> logits of sampled positions
-                                                                -> sampling -> drafts accepted -> relay
+    zeroing, moves -> setups, table deltas -> ids (host or relay) -> forward -> prompt logprobs
+                                     -> logits of sampled positions -> sampling -> drafts accepted -> relay
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aengine.runner.batch import SamplePoints, Staged, Staging, Tokens, lay_out,
 from aengine.runner.logprobs import join_logprobs, make_logprobs
 from aengine.runner.media import SlotMedia
 from aengine.runner.sampler import Sampled, Sampler
-from aengine.types import Int32s, Logprobs, SlotSetup, StepPlan, StepResult, TableDelta
+from aengine.types import Int32s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult, TableDelta
 
 # 256 x 49,152 x 4 B = 48 MiB; a 256k vocabulary takes 256 MiB.
 LOGIT_ROWS = 256
@@ -52,7 +52,7 @@ class TorchExecutor:
 
     `kv[l]` are the pages of the model's attention layer l; `table_columns[g]` is how many pages a sequence of
     `max_model_len` tokens has in group g; `max_num_seqs` is the number of slots. `zero` zeroes large pages of the
-    arena. `states[l]` are the pages of recurrent layer l, whose groups have 2 table columns.
+    arena, `move` copies small ones. `states[l]` are the pages of recurrent layer l, whose groups have 2 table columns.
     """
 
     def __init__(
@@ -66,10 +66,12 @@ class TorchExecutor:
         *,
         device: torch.device | None = None,
         zero: Callable[[Sequence[int]], None] | None = None,
+        move: Callable[[Sequence[PageMove]], None] | None = None,
         states: Sequence[LayerState] = (),
     ) -> None:
         self._model = model
         self._zero_pages = zero
+        self._move_pages = move
         self._lost: str | None = None
         self._ops = ops
         self._kv = tuple(kv)
@@ -106,6 +108,8 @@ class TorchExecutor:
         outcome = _Outcome(np.zeros((rows, width), dtype=np.int32), np.zeros(rows, dtype=np.int32))
         if staged.media:
             self._place_media(staged, outcome)
+        if not rows:  # a step that only moves pages
+            return StepResult(step=staged.step, tokens=outcome.tokens, counts=outcome.counts)
         batch = self._batch(staged, tokens, outcome)
         hidden = self._model.forward(self._ops, batch)
         for row, targets in staged.prompt_logprobs.items():
@@ -131,6 +135,9 @@ class TorchExecutor:
         try:
             if staged.zero and self._zero_pages is not None:
                 self._zero_pages(staged.zero)
+            if staged.moves:
+                assert self._move_pages is not None, f"step {staged.step} moves pages of an executor that has none"
+                self._move_pages(staged.moves)
             self._update_slots(staged.setups, staged.tables)
         except BaseException as error:
             self._lost = f"step {staged.step} failed with {error!r}"

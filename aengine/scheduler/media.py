@@ -2,11 +2,14 @@
 
 Owns: what the device has been told of them, and which of them still need pages.
 Does not know: how items are computed or preprocessed; when pages are granted.
-Invariants: an item is told once for each stay in a slot, in a plan no later than the first that reads it; the ones to
-be computed go out in the plan they were granted for. Sequences without items cost nothing.
+Invariants: an item is told once for each stay in a slot, in a plan no later than the first that reads it, and again
+when its pages move; the ones to be computed go out in the plan they were granted for. Sequences without items cost
+nothing.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from aengine.prefix_cache import Grown, Lease
 from aengine.prefix_cache.keys import MediaItem
@@ -63,10 +66,21 @@ class MediaBook:
             else:
                 fresh = (group, item) in grown.media
                 self.items, self.computed = self.items + 1, self.computed + fresh
-                self.pending.append(_placement(slot, stay, group, item, fresh))
+                self.pending.append(_placement(slot, stay.request, stay.lease, group, item, fresh=fresh))
         stay.untold = untold
         if not untold:
             del self._stays[slot]
+
+    def moved(self, slot: int, request: Request, lease: Lease, group: int, item: int) -> None:
+        """Pages of an item have moved: place it again if the device knows of it."""
+        for index, placed in enumerate(self.pending):
+            if (placed.slot, placed.group, placed.item) == (slot, group, item):
+                pages = lease.item_pages(group, item)
+                self.pending[index] = msgspec.structs.replace(placed, pages=pages)
+                return
+        stay = self._stays.get(slot)
+        if stay is None or (group, item) not in stay.untold:
+            self.pending.append(_placement(slot, request, lease, group, item, fresh=False))
 
     def lacking(self, lease: Lease, *, beside: Lacking) -> Lacking:
         """Entries of a lease's items that have no pages: tokens by (namespace, digest), so that twins count once. Those
@@ -86,9 +100,9 @@ class MediaBook:
         return out
 
 
-def _placement(slot: int, stay: _Stay, group: int, item: int, fresh: bool) -> MediaPlacement:
-    media = stay.request.media[item]
-    pages = stay.lease.item_pages(group, item)
+def _placement(slot: int, request: Request, lease: Lease, group: int, item: int, *, fresh: bool) -> MediaPlacement:
+    media = request.media[item]
+    pages = lease.item_pages(group, item)
     return MediaPlacement(
         slot=slot,
         group=group,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from aengine.scheduler.columns import Columns
-from aengine.types import Bools, Int32s, Int64s, MediaPlacement, SlotSetup, StepPlan, TableDelta
+from aengine.types import Bools, Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
 
 _NO_SLOTS = np.zeros(0, np.int64)
 
@@ -59,13 +59,19 @@ class PlanBuilder:
         self.held.append(slot)
 
     def build(
-        self, tables: list[TableDelta], setups: list[SlotSetup], zero: list[int], media: list[MediaPlacement]
+        self,
+        tables: list[TableDelta],
+        setups: list[SlotSetup],
+        zero: list[int],
+        media: list[MediaPlacement],
+        moves: tuple[PageMove, ...] = (),
     ) -> StepPlan | None:
+        """None when there is nothing to do: no row, and no pages to move."""
         c = self._columns
         decode = self._decode
         if self.held:
             decode = decode[~np.isin(decode, self.held)]
-        if not len(decode) and not self._slots:
+        if not len(decode) and not self._slots and not moves:
             return None
         relay = c.scheduled[decode] >= c.known[decode]
         ids = [c.tokens[decode, c.scheduled[decode]][~relay]]
@@ -86,6 +92,7 @@ class PlanBuilder:
             prompt_logprobs=self._targets_by_row(slots),
             zero=tuple(zero),
             media=tuple(media),
+            moves=moves,
         )
 
     def _row_ids(self, slot: int, count: int) -> Int32s:

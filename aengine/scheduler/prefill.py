@@ -2,8 +2,8 @@
 
 Owns: giving slots to waiting sequences, sharing what decode rows leave of the budget, cutting chunks.
 Does not know: decode rows, results.
-Invariants: a sequence is admitted only when its whole prompt has room beside what running ones are owed; nobody is
-preempted for an admission; a chunk ends where the cache wants a checkpoint.
+Invariants: a sequence is admitted only when its whole prompt has room beside what running ones are owed, once pages in
+use have been moved together; nobody is preempted for an admission; a chunk ends where the cache wants a checkpoint.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _admit(scheduler: Scheduler) -> list[Sequence]:
         lacking = scheduler.media.lacking(lease, beside=items)
         need = scheduler.cache.owed_pages(lease, len(sequence.ids) + 1, tuple(lacking.values()))
         wanted = tuple(map(add, owed, need))
-        if scheduler.cache.pool.shortage(wanted) is not None:
+        if not scheduler.cache.pool.packs(wanted):
             scheduler.cache.withdraw(lease)
             scheduler.blocked = (sequence.request.handle, scheduler.room_version)
             break
@@ -113,14 +113,14 @@ def _acquire(scheduler: Scheduler, sequence: Sequence, slot: int) -> Lease:
         salt=request.cache_salt,
         adapter=request.adapter,
         cause="resume" if sequence.admitted else request.cause,
-        max_hit=0 if sequence.scattered else sequence.hit_limit,
+        max_hit=sequence.hit_limit,
         media=media_items(request),
     )
 
 
 def _start(scheduler: Scheduler, sequence: Sequence, lease: Lease) -> None:
     c, slot = scheduler.columns, scheduler.free_slots.pop()
-    sequence.slot, sequence.lease, sequence.scattered = slot, lease, False
+    sequence.slot, sequence.lease = slot, lease
     scheduler.by_slot[slot] = sequence
     c.occupy(slot, sequence.request, sequence.ids, lease.cached_tokens)
     c.capacity[slot] = lease.capacity_tokens

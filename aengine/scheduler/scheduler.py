@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from operator import add
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from aengine.scheduler.sequence import Sequence, WaitingRoom
 from aengine.types import (
     FinishReason,
     Int64s,
+    PageMove,
     Request,
     SlotSetup,
     StepOutputs,
@@ -36,6 +38,9 @@ from aengine.types import (
     StepResult,
     TableDelta,
 )
+
+SPARE_LARGE = 4  # large pages kept in reserve by moving pages together, before they are short
+SPARE_SHARE = 32  # but at most one in so many
 
 
 class SchedulerStats(msgspec.Struct, frozen=True):
@@ -95,6 +100,8 @@ class Scheduler:
         self.setups: list[SlotSetup] = []
         self._zero: list[int] = []
         self.lacking = False  # a running sequence got no pages in the plan being made
+        self._large_lacking = 0  # large pages that such sequences need
+        self._spare_large = min(SPARE_LARGE, cache.pool.plan.usable // SPARE_SHARE)
         self.media = MediaBook(cache.item_groups)
 
     # ---- verbs
@@ -117,21 +124,14 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
-        plan = self._plan_step()
-        tries = len(self.keys) + 2
-        while plan is None and tries and self._unstick():
-            plan = self._plan_step()
-            tries -= 1
-        return plan
-
-    def _plan_step(self) -> StepPlan | None:
         self._settle()
-        self.lacking = False
+        self.lacking, self._large_lacking = False, 0
         build = PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
         plan_decodes(self, build)
         plan_prefills(self, build)
+        moves = self._compact(build.step)
         self._zero.extend(self.cache.pool.drain_retyped())
-        plan = build.build(self.tables, self.setups, self._zero, self.media.pending)
+        plan = build.build(self.tables, self.setups, self._zero, self.media.pending, moves)
         if plan is None:
             return None
         self.tables, self.setups, self._zero, self.media.pending = [], [], [], []
@@ -167,7 +167,7 @@ class Scheduler:
 
     def _untold(self, plan: StepPlan) -> list[int]:
         """Sequences without a row in a failed step whose set-up, pages or zeroing it carried: the device may not have
-        heard of them, so they start again."""
+        heard of them, so they start again. (Whoever holds a page that it was to move is among them.)"""
         slots = {setup.slot for setup in plan.setups} | {delta.slot for delta in plan.tables}
         slots |= {placed.slot for placed in plan.media}
         told = self.order.tolist() if plan.zero else sorted(slots)
@@ -216,8 +216,9 @@ class Scheduler:
             grown = self.try_grow(sequence, upto, build.step)
             if not grown.short:
                 return grown
-            if not self._make_room(sequence, grown.short, build):
+            if not self._make_room(sequence, grown.need, build):
                 self.lacking = True
+                self._large_lacking += self.cache.pool.large_needed(grown.need)
                 return None
 
     def try_grow(self, sequence: Sequence, upto: int, step: int, drafts: int = 0) -> Grown:
@@ -232,21 +233,22 @@ class Scheduler:
         c.capacity[slot] = sequence.lease.capacity_tokens
         return grown
 
-    def _make_room(self, sequence: Sequence, short: tuple[int, ...], build: PlanBuilder) -> bool:
-        """Preempt younger sequences for `short` pages per group; True when some were freed at once.
+    def _make_room(self, sequence: Sequence, need: tuple[int, ...], build: PlanBuilder) -> bool:
+        """Preempt younger sequences for `need` pages per group; True when some were freed at once.
 
-        A victim in flight is only held out of this step: it can be preempted when its last step has retired. Pages
-        that the fence will give back anyway are worth waiting for.
+        What the fence will give back, and what moving pages together gives, is worth waiting for. A victim in flight is
+        only held out of this step: it can be preempted when its last step has retired.
         """
-        missing = [want - due for want, due in zip(short, self.cache.fenced_pages(), strict=True)]
+        pool = self.cache.pool
+        less = (0,) * len(need)
         freed = False
         for slot in self.order[::-1].tolist():
             victim = self.at(slot)
-            if victim.key <= sequence.key or max(missing) <= 0:
+            if victim.key <= sequence.key or pool.packs(need, less):
                 break
             assert victim.lease is not None
-            missing = [m - r for m, r in zip(missing, self.cache.reclaimable_pages(victim.lease), strict=True)]
             if build.has_row(slot):  # a draft row of this very step: it goes when the step has retired
+                less = tuple(map(add, less, self.cache.reclaimable_pages(victim.lease)))
                 self.columns.paused[slot] = True
                 self._leaving.append(victim)
                 continue
@@ -254,27 +256,24 @@ class Scheduler:
             if self.columns.last_step[slot] <= self.retired:
                 self._preempt(victim)
                 freed = True
+            else:
+                less = tuple(map(add, less, self.cache.reclaimable_pages(victim.lease)))
         return freed
 
-    def _unstick(self) -> bool:
-        """Nothing runs and nothing could be planned: begin the oldest again without hits, if there is one.
-
-        A sequence that fits the arena may still lack pages when those it holds lie one in each large page: then no
-        large page can go to the group that needs one. Without hits its pages come close together.
-        """
-        if self._in_flight:
-            return False
-        if self.keys:
-            sequence = self.at(int(self.order[-1]))
-            self._preempt(sequence)
-        else:
-            head = self.waiting.head()
-            if head is None or head.scattered:
-                return False
-            sequence = head
-            self.blocked = (-1, -1)
-        sequence.scattered = True
-        return True
+    def _compact(self, step: int) -> tuple[PageMove, ...]:
+        """Empty large pages before they are short: to have a few in reserve, and what sequences lack now."""
+        pool = self.cache.pool
+        wanted = max(self._spare_large, self._large_lacking) - pool.spare.count
+        if wanted <= 0 or not pool.movable:
+            return ()
+        compaction = self.cache.compact(step, wanted)
+        for lease, (group, first, pages) in compaction.tables:
+            if group not in self.media.groups:
+                self.tables.append(TableDelta(self._by_handle[lease.handle].slot, group, first, pages))
+        for lease, group, item in compaction.items:
+            sequence = self._by_handle[lease.handle]
+            self.media.moved(sequence.slot, sequence.request, lease, group, item)
+        return tuple(PageMove(page.group, source, target) for page, source, target in compaction.moves)
 
     def _preempt(self, sequence: Sequence) -> None:
         c, slot = self.columns, sequence.slot

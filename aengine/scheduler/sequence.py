@@ -27,7 +27,6 @@ class Sequence:
         "lease",
         "prompt_logprobs_done",
         "request",
-        "scattered",
         "slot",
     )
 
@@ -41,7 +40,6 @@ class Sequence:
         self.finished = False
         self.admitted = False
         self.prompt_logprobs_done = 0  # prompt positions whose log-probabilities were delivered
-        self.scattered = False  # to be started without hits: the pages it held were too far apart
 
     @property
     def prompt_tokens(self) -> int:

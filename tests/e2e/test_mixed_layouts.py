@@ -108,6 +108,8 @@ async def test_a_tiny_pool_preempts_and_changes_nothing(tiny: Tiny, depth: int) 
         outputs = await run_all(engine, prompts(lengths), LONG)
         again = await run_all(engine, prompts(lengths), LONG)
         assert engine.stats().preemptions > 0
+        slots = [group.slots for group in engine._loaded().scheduler.cache.pool.plan.groups]
+        assert bool(engine.stats().kv_moved_bytes) == (max(slots) > 1)  # pages move where large pages hold several
     assert_follows(outputs, tiny)
     assert_follows(again, tiny)
 

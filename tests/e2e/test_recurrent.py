@@ -161,6 +161,7 @@ async def test_tiny_pool_with_preemption(tiny: Tiny, depth: int) -> None:
     ) as engine:
         outputs = await run_all(engine, prompts(LENGTHS), sampling)
         assert engine.stats().preemptions > 5
+        assert engine.stats().kv_moved_bytes > 0  # 4 states to a large page
     assert_follows(outputs, tiny)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from aengine.memory import Full, GroupSpec, LayerSpec, Part, State, Window, attention_group, plan
 from aengine.memory.arena import Arena
+from aengine.types import PageMove
 
 
 def make() -> Arena:
@@ -69,6 +70,18 @@ def test_page_bytes_are_the_page() -> None:
     assert data.is_contiguous()
     assert (data.view(torch.bfloat16) == 1).all()
     assert int((arena.buffer != 0).sum()) == int((data != 0).sum())
+
+
+def test_moves_copy_payloads_one_after_the_other() -> None:
+    arena = make()
+    first = arena.plan.groups[1].slots
+    for page in (first, first + 1):
+        arena.page_bytes(1, page).fill_(page)
+    arena.move([PageMove(1, first, first + 2), PageMove(1, first + 1, first), PageMove(1, first + 2, first + 3)])
+    found = [set(arena.page_bytes(1, page).tolist()) for page in range(first, first + 4)]
+    assert found == [{first + 1}, {first + 1}, {first}, {first}]
+    used = sum(arena.page_bytes(1, page).numel() for page in range(first, first + 4))
+    assert int((arena.buffer != 0).sum()) == used
 
 
 def test_zero_clears_one_large_page() -> None:

@@ -6,6 +6,7 @@ aliasing, a wrong hit, stale reuse, an early window free or a table the device w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +79,12 @@ class Shadow:
         self._large: dict[int, tuple[int, dict[tuple[int, int], Any]]] = {}
         self._tables: dict[int, list[list[int]]] = {}
 
-    def run(self, deltas: list[tuple[int, Any]], rows: list[Row], *, fails: bool = False) -> None:
+    def run(
+        self, deltas: list[tuple[int, Any]], rows: list[Row], *, moves: Sequence[Any] = (), fails: bool = False
+    ) -> None:
         """Execute one step; a row that read anything wrong gets its reason in `bad`, and writes garbage."""
+        for page, source, target in moves:
+            self._move(page.group, source, target, lost=fails)
         for lease, part in deltas:
             table = self._tables.setdefault(lease, [[] for _ in self.plan.groups])[part.group]
             table.extend([0] * (part.first + len(part.pages) - len(table)))
@@ -91,6 +96,17 @@ class Shadow:
             row.bad = state or self._check(row)
             if row.bad:
                 self._write(row, garbage=True)
+
+    def _move(self, group: int, source: int, target: int, *, lost: bool) -> None:
+        """A page's contents go over; nothing stays behind."""
+        slots = self.plan.groups[group].slots
+        large, small = divmod(source, slots)
+        owner, contents = self._large.get(large, (-1, {}))
+        taken = {at: contents.pop(at) for at in list(contents) if at[0] == small} if owner == group else {}
+        large, small = divmod(target, slots)
+        if self._large.get(large, (-1, {}))[0] != group:
+            self._large[large] = (group, {})
+        self._large[large][1].update({(small, slot): GARBAGE if lost else value for (_, slot), value in taken.items()})
 
     def _get(self, group: int, page: int, slot: int) -> Any:
         large, small = divmod(page, self.plan.groups[group].slots)

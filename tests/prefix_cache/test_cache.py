@@ -172,13 +172,13 @@ def test_pages_are_fenced_until_the_last_step_that_names_them() -> None:
     lease = cache.acquire(1, TOKENS, 9)
     cache.grow(lease, 9, 4, 9)
     cache.release(lease, last_step=4)
-    assert cache.fenced_pages() == (3,)
-    assert not cache.has_room(1)
+    assert cache.pool.groups[0].fenced == 3
+    assert cache.pool.shortage([1]) == (1,)
     cache.retire(3)
-    assert not cache.has_room(1)
+    assert cache.pool.shortage([1]) == (1,)
     cache.retire(4)
-    assert cache.has_room(12)
-    assert not cache.has_room(13)
+    assert cache.pool.shortage([3]) is None
+    assert cache.pool.shortage([4]) == (1,)
 
 
 def test_rollback_drops_the_tail_only() -> None:
@@ -190,7 +190,7 @@ def test_rollback_drops_the_tail_only() -> None:
     assert len(lease.tables[0]) == 4
     assert cache.rollback(lease, 8, last_step=2) == 8
     assert (len(lease.tables[0]), lease.capacity_tokens, lease.tokens_ready) == (2, 8, 8)
-    assert cache.fenced_pages() == (2,)
+    assert cache.pool.groups[0].fenced == 2
     cache.check()
     grown = cache.grow(lease, 9, 3, 9)
     assert grown.deltas == (TablePart(0, 2, (lease.tables[0][2],)),)

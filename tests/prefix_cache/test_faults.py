@@ -8,10 +8,12 @@ import pytest
 
 from aengine.memory import Fence, Pool
 from aengine.memory.lifetimes import Window
+from aengine.prefix_cache import PrefixCache
 from aengine.prefix_cache.journal import Journal
 from aengine.prefix_cache.matching import Roots
 from aengine.prefix_cache.positional import PositionalRules
 from aengine.prefix_cache.state import StateRules
+from tests.prefix_cache.shadow import Shadow
 from tests.prefix_cache.test_episodes import episode
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -85,6 +87,39 @@ def _silent_extend(rules, lease, run, pages, start, upto, step, parts):
     return len(run.pages) * rules.page
 
 
+def a_copy_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Of each step's moves the device makes all but the last."""
+    run = Shadow.run
+
+    def nearly(device, deltas, rows, *, moves, fails):
+        run(device, deltas, rows, moves=moves[:-1], fails=fails)
+
+    patch.setattr(Shadow, "run", nearly)
+
+
+def a_holder_not_told(patch: pytest.MonkeyPatch) -> None:
+    compact = PrefixCache.compact
+
+    def partly(cache, step, slabs):
+        compaction = compact(cache, step, slabs)
+        return compaction._replace(tables=compaction.tables[:-1])
+
+    patch.setattr(PrefixCache, "compact", partly)
+
+
+def vacated_pages_not_fenced(patch: pytest.MonkeyPatch) -> None:
+    fence = Pool.put_behind_fence
+
+    def soon(pool, page, step):
+        fence(pool, page, step if page.last >= step else pool.fence.retired + 1)
+
+    patch.setattr(Pool, "put_behind_fence", soon)
+
+
+def lost_pages_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Journal, "moved_by", lambda journal, step: [])
+
+
 PLANTS: dict[str, tuple[str, Plant]] = {
     "no fence": ("full", no_fence),
     "salt ignored": ("full", salt_ignored),
@@ -95,6 +130,10 @@ PLANTS: dict[str, tuple[str, Plant]] = {
     "state of rejected drafts kept": ("full+state", draft_pages_kept),
     "checkpoint overwritten": ("full+state", checkpoint_written_in_place),
     "tables not told": ("full+window", deltas_forgotten),
+    "a copy forgotten": ("full+window", a_copy_forgotten),
+    "a holder of a moved page not told": ("state+window+full", a_holder_not_told),
+    "vacated pages not fenced": ("full+window", vacated_pages_not_fenced),
+    "pages lost in a failed step kept": ("full+window", lost_pages_kept),
 }
 
 

@@ -107,11 +107,11 @@ def test_window_pages_leave_by_computed_not_by_scheduled() -> None:
     cache.grow(lease, 40, 2, 40)
     cache.commit(lease, 20, 40, 2)  # step 2 still reads from position 17 on
     assert [bool(page) for page in lease.tables[1]] == [False] * 4 + [True] * 6
-    assert cache.fenced_pages()[1] == 4
+    assert cache.pool.groups[1].fenced == 4
     cache.retire(1)
-    assert cache.fenced_pages()[1] == 4
+    assert cache.pool.groups[1].fenced == 4
     cache.retire(2)
-    assert cache.fenced_pages()[1] == 0
+    assert cache.pool.groups[1].fenced == 0
 
 
 @pytest.mark.parametrize(("known", "live"), [(15, 0), (16, 4), (17, 4), (23, 4), (24, 4), (33, 8)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aengine.memory import PagePlan, Pool
+from aengine.memory import Moved, PagePlan, Pool
 from aengine.prefix_cache import Grown, Lease, MediaItem, PrefixCache
 from tests.prefix_cache.shadow import Row, Shadow, Text
 
@@ -53,6 +53,7 @@ class Step:
     rows: list[tuple[Sequence, int, Row, bool]] = field(default_factory=list)  # sequence, lease serial, row, samples
     deltas: list[tuple[int, object]] = field(default_factory=list)
     fails: bool = False
+    moves: list[Moved] = field(default_factory=list)
     named: set[tuple[int, int]] = field(default_factory=set)  # (group, page) that its rows read or write
 
 
@@ -75,6 +76,9 @@ class World:
         self.handles = 0
         self.finished = 0
         self.collisions_allowed = False
+        self.lacking = 0  # large pages that were missing in the step being planned
+        self.moved = 0
+        self._late_deltas: list[tuple[int, object]] = []
         self.bad_rows = 0
 
     def _watched_lend(self, group, page):
@@ -138,24 +142,50 @@ class World:
 
     def launch(self, *, fails: bool = False) -> Step | None:
         step = Step(self.step + 1, fails=fails)
+        step.deltas, self._late_deltas = self._late_deltas, []  # adopted pages of a step that was not built
+        self.lacking = 0
+        if self.rng.random() < 0.2:
+            self._compact(step, self.rng.randint(1, 3))
         for sequence in list(self.running):
             if not (sequence.void or sequence.drafting) and self.rng.random() < 0.8:
                 self._plan_row(step, sequence)
-        if not step.rows:
-            for lease, part in step.deltas:  # adopted pages, for instance: the next step takes the news along
-                self._late_deltas = [*getattr(self, "_late_deltas", []), (lease, part)]
+        if self.lacking or self.rng.random() < 0.2:
+            self._compact(step, self.lacking or self.rng.randint(1, 3))
+        if not step.rows and not step.moves:
+            assert not (self.lacking and len(self.running) == 1 and not self.in_flight), self.pool.stats()
+            self._late_deltas = step.deltas
             return None
-        step.deltas = [*getattr(self, "_late_deltas", []), *step.deltas]
-        self._late_deltas = []
         self.step = step.number
         self.in_flight.append(step)
         for sequence, _, row, samples in step.rows:
+            self._name(step, sequence, row)
             sequence.last_step = step.number
             sequence.scheduled = row.upto
             if samples:
                 sequence.pending += 1
             sequence.drafting = bool(row.drafts)
         return step
+
+    def _compact(self, step: Step, slabs: int) -> None:
+        if self.collisions_allowed:  # pages with a stolen name may stand at another index than their own
+            return
+        compaction = self.cache.compact(step.number, slabs)
+        for page, _, target in compaction.moves:
+            for other in self.in_flight:
+                assert (page.group, target) not in other.named, f"{target} is named by step {other.number} in flight"
+        step.moves += compaction.moves
+        step.deltas += [(lease.serial, part) for lease, part in compaction.tables]
+        self.moved += len(compaction.moves)
+
+    def _name(self, step: Step, sequence: Sequence, row: Row) -> None:
+        """What the row reads or writes, and what the step copies."""
+        assert sequence.lease is not None
+        for index, (planned, table) in enumerate(zip(self.plan.groups, sequence.lease.tables, strict=True)):
+            lifetime, page = planned.spec.lifetime, planned.spec.tokens_per_page
+            live = table[lifetime.first_live(row.start) // page :] if lifetime.positional else table
+            step.named |= {(index, entry) for entry in live if entry}
+        for moved, source, target in step.moves:
+            step.named |= {(moved.group, source), (moved.group, target)}
 
     def _plan_row(self, step: Step, sequence: Sequence) -> None:
         lease = sequence.lease
@@ -208,8 +238,10 @@ class World:
         if not grown.short:
             return grown
         sequence.scheduled = max(sequence.scheduled, grown.start)  # adopted pages stay adopted
-        alone = len(self.running) == 1 and not self.in_flight and not step.rows
-        assert not alone, f"{sequence.lease} is alone and short of {grown.short}: {self.pool.stats()}"
+        if self.pool.packs(grown.need):
+            self.lacking += self.pool.large_needed(grown.need)
+        alone = len(self.running) == 1
+        assert not alone or self.lacking, f"{sequence.lease} is alone and short of {grown.short}: {self.pool.stats()}"
         return None
 
     def _note(self, step: Step, lease: Lease, grown: Grown) -> None:
@@ -221,17 +253,13 @@ class World:
             for index, planned in enumerate(self.plan.groups)
             if planned.spec.lifetime.per_item
         }
-        for index, (planned, table) in enumerate(zip(self.plan.groups, lease.tables, strict=True)):
-            lifetime, page = planned.spec.lifetime, planned.spec.tokens_per_page
-            live = table[lifetime.first_live(grown.start) // page :] if lifetime.positional else table
-            step.named |= {(index, entry) for entry in live if entry}
         row = Row(lease.serial, sequence.text, grown.start, upto, drafts, columns, grown.media)
         step.rows.append((sequence, lease.serial, row, samples))
 
     def retire(self) -> None:
         """The oldest step in flight has run: account it."""
         step = self.in_flight.popleft()
-        self.shadow.run(step.deltas, [row for _, _, row, _ in step.rows], fails=step.fails)
+        self.shadow.run(step.deltas, [row for _, _, row, _ in step.rows], moves=step.moves, fails=step.fails)
         self.retired = step.number
         tainted = self.cache.retract(step.number) if step.fails else ()
         self.cache.retire(step.number)

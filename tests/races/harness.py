@@ -14,7 +14,19 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from aengine.memory import Full, GroupPlan, GroupSpec, LayerSpec, Part, Pool, State, Window, attention_group, plan
+from aengine.memory import (
+    Chunk,
+    Full,
+    GroupPlan,
+    GroupSpec,
+    LayerSpec,
+    Part,
+    Pool,
+    State,
+    Window,
+    attention_group,
+    plan,
+)
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.sim import SimExecutor, SimGroup, sim_token
 from aengine.scheduler import Scheduler
@@ -31,10 +43,10 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True)
 class Setting:
-    """`window` 0: one full-attention group; else a second group with that window. `state` > 0: recurrent state too, its
-    checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens; a large page holds
-    `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`, `fail_row`: how
-    often a step breaks, or one row of it."""
+    """`window`, `chunk` 0: one full-attention group; else one more group with that window or chunk. `state` > 0:
+    recurrent state too, its checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens;
+    a large page holds `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`,
+    `fail_row`: how often a step breaks, or one row of it."""
 
     depth: int = 1
     pages: int = 40
@@ -42,6 +54,7 @@ class Setting:
     budget: int = 16
     requests: int = 16
     window: int = 0
+    chunk: int = 0
     state: int = 0
     page: int = PAGE
     grid: int = 4096
@@ -134,11 +147,11 @@ def garbled(step: StepPlan, rows: list[int]) -> StepPlan:
 
 def make_pool(s: Setting) -> tuple[Pool, list[SimGroup]]:
     specs = [attention_group("full", Full(), 1, kv_heads=1, head_dim=16, dtype="float32", tokens_per_page=s.page)]
-    if s.window:
-        window = attention_group(
-            "window", Window(s.window), 1, kv_heads=1, head_dim=16, dtype="float32", tokens_per_page=PAGE
-        )
-        specs.append(window)
+    local = [kind(tokens) for kind, tokens in ((Window, s.window), (Chunk, s.chunk)) if tokens]
+    specs += [
+        attention_group(one.label, one, 1, kv_heads=1, head_dim=16, dtype="float32", tokens_per_page=PAGE)
+        for one in local
+    ]
     if s.state:
         layer = LayerSpec("state", (Part("sum", (32,), "float32"),))
         specs.append(GroupSpec("state", State(), (layer,), tokens_per_page=s.state))
@@ -149,8 +162,14 @@ def make_pool(s: Setting) -> tuple[Pool, list[SimGroup]]:
 
 def sim_group(group: GroupPlan, large_pages: int) -> SimGroup:
     spec = group.spec
-    window, state = getattr(spec.lifetime, "tokens", 0), isinstance(spec.lifetime, State)
-    return SimGroup(group.slots * large_pages, spec.tokens_per_page, window, state)
+    lifetime = spec.lifetime
+    return SimGroup(
+        group.slots * large_pages,
+        spec.tokens_per_page,
+        lifetime.tokens if isinstance(lifetime, Window) else 0,
+        isinstance(lifetime, State),
+        lifetime.tokens if isinstance(lifetime, Chunk) else 0,
+    )
 
 
 class Episode:
@@ -174,7 +193,7 @@ class Episode:
             max_seqs=setting.seqs,
             budget_tokens=setting.budget,
             max_tokens=setting.max_tokens,
-            page_tokens=math.gcd(setting.page, setting.state, PAGE if setting.window else 0),
+            page_tokens=math.gcd(setting.page, setting.state, PAGE if setting.window or setting.chunk else 0),
             drafter=drafter,
         )
         executor = executor_type(groups, max_seqs=setting.seqs, max_tokens=setting.max_tokens, vocab=VOCAB)
@@ -182,6 +201,11 @@ class Episode:
         self.asked: dict[int, Asked] = {}
         self.plans: list[StepPlan] = []
         self.failed_steps = 0
+
+    @property
+    def moved(self) -> int:
+        """Pages that were moved."""
+        return sum(len(plan.moves) for plan in self.plans)
 
     # ---- requests
 
@@ -251,7 +275,7 @@ class Episode:
                 fails = self.rng.random() < self.s.fail
                 self.plans.append(step)
                 bad_rows = []
-                if self.s.fail_row and self.rng.random() < self.s.fail_row:
+                if self.s.fail_row and len(step.slots) and self.rng.random() < self.s.fail_row:
                     bad_rows = [self.rng.randrange(len(step.slots))]
                 in_flight.append((step.step, fails))
                 if fails and step.step % 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 
 import aengine.scheduler.results as results
 from aengine.prefix_cache import Lease
+from aengine.prefix_cache.journal import Journal
 from aengine.runner.sim import SimExecutor
 from aengine.scheduler import Scheduler
-from aengine.types import Bools, StepOutputs, StepPlan, StepResult
+from aengine.types import Bools, PageMove, StepOutputs, StepPlan, StepResult
 from tests.races.harness import Episode, Setting
 
 SEEDS = range(60)
@@ -100,11 +102,29 @@ class GoesOnAfterRollback(Scheduler):
             self.cache.rollback = rollback  # type: ignore[method-assign]
 
 
-class NeverBeginsAgain(Scheduler):
+class ForgetsACopy(SimExecutor):
+    """Makes all moves of a step but the last."""
+
+    def _move(self, moves: Sequence[PageMove]) -> None:
+        super()._move(moves[:-1])
+
+
+class ForgetsAHolder(Scheduler):
+    """Does not tell one of the tables that name a moved page."""
+
+    def _compact(self, step: int) -> tuple[PageMove, ...]:
+        told = len(self.tables)
+        moves = super()._compact(step)
+        if len(self.tables) > told:
+            self.tables.pop()
+        return moves
+
+
+class NeverMoves(Scheduler):
     """Leaves a sequence stuck whose pages lie one in each large page."""
 
-    def _unstick(self) -> bool:
-        return False
+    def _compact(self, step: int) -> tuple[PageMove, ...]:
+        return ()
 
 
 def test_no_fence_with_tables_by_reference_is_caught() -> None:
@@ -150,7 +170,21 @@ def test_a_state_taken_from_behind_rejected_drafts_is_caught() -> None:
     assert caught(setting, scheduler_type=GoesOnAfterRollback) > len(SEEDS) // 2
 
 
+def test_pages_that_move_wrongly_are_caught() -> None:
+    setting = Setting(depth=1, pages=40, slab=4, window=6, turns=0.5, seqs=8)
+    assert caught(setting, executor_type=ForgetsACopy) > len(SEEDS) // 12
+    assert caught(setting, scheduler_type=ForgetsAHolder) > len(SEEDS) // 12
+
+
+def test_pages_that_a_failed_step_was_to_move_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(depth=1, pages=40, slab=4, window=6, turns=0.5, seqs=8, fail=0.3)
+    assert caught(setting) == 0
+    monkeypatch.setattr(Journal, "moved_by", lambda journal, step: [])
+    monkeypatch.setattr(Scheduler, "_untold", lambda scheduler, plan: [])
+    assert caught(setting) > 0
+
+
 def test_scattered_pages_that_block_a_sequence_are_noticed() -> None:
     setting = Setting(depth=0, pages=40, slab=8, window=6, turns=0.5, budget=8)
     assert caught(setting) == 0
-    assert caught(setting, scheduler_type=NeverBeginsAgain) > 0
+    assert caught(setting, scheduler_type=NeverMoves) > 0

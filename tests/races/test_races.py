@@ -12,10 +12,10 @@ EPISODES = 400  # per depth
 
 
 def settings(depth: int, seed: int) -> Setting:
-    """Rotates through roomy and tiny pools, windows, drafts, failures, small budgets."""
-    kind = seed % 8
+    """Rotates through roomy and tiny pools, windows, chunks, drafts, failures, small budgets, and large pages that hold
+    several pages, which move."""
     base = Setting(depth=depth)
-    return [
+    kinds = [
         base,
         dataclasses.replace(base, pages=18, seqs=8),
         dataclasses.replace(base, pages=15, abort=0.15),
@@ -24,12 +24,15 @@ def settings(depth: int, seed: int) -> Setting:
         dataclasses.replace(base, draft=1.0, window=6, pages=40),
         dataclasses.replace(base, fail=0.03, pages=24),
         dataclasses.replace(base, budget=5, pages=20, prefix_caching=False),
-    ][kind]
+        dataclasses.replace(base, chunk=8, slab=3, pages=36, turns=0.5),
+        dataclasses.replace(base, chunk=12, window=6, slab=4, pages=52, draft=1.0, fail=0.03),
+    ]
+    return kinds[seed % len(kinds)]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_tokens_do_not_depend_on_depth_delays_or_pressure(depth: int) -> None:
-    preemptions = zombies = failures = accepted = 0
+    preemptions = zombies = failures = accepted = moved = 0
     for seed in range(EPISODES):
         setting = settings(depth, seed)
         try:
@@ -41,9 +44,11 @@ def test_tokens_do_not_depend_on_depth_delays_or_pressure(depth: int) -> None:
         zombies += stats.zombie_rows
         accepted += stats.accepted_tokens
         failures += episode.failed_steps
+        moved += episode.moved
     # the episodes must really have been under pressure
     assert preemptions > 300
     assert failures > 20
+    assert moved > 50
     assert accepted > 500
     assert (zombies > 200) == (depth > 0)
 

@@ -184,8 +184,15 @@ class Bench:
         kv = [LayerKV(strided_pages(400, page), strided_pages(400, page)) for page in PAGES]
         columns = [-(-MAX_LEN // page) for page in PAGES]
         self.kv = kv
-        self.executor = TorchExecutor(self.model, ReferenceOps(), kv, columns, SLOTS, MAX_LEN)
+        self.executor = TorchExecutor(self.model, ReferenceOps(), kv, columns, SLOTS, MAX_LEN, move=self.move)
         self.scheduler = HandScheduler()
+
+    def move(self, moves):
+        """What stood at the source is spoiled."""
+        for move in moves:
+            for part in self.kv[move.group].k, self.kv[move.group].v:
+                part[move.target] = part[move.source]
+                part[move.source] = math.nan
 
     def admit(self, slot, prompt, **more):
         self.scheduler.admit(slot, prompt, **more)

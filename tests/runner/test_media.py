@@ -61,6 +61,14 @@ def test_adjacent_items_are_seen_together_in_the_order_of_the_prompt():
     assert told(batch, {7: "a", 8: "b"}) == [(0, 1, ["a"]), (1, 3, ["a", "b"])]
 
 
+def test_an_item_placed_again_has_moved():
+    model, media = make()
+    media.place([placement(0, 1, 3, NO_END, [8]), placement(0, 0, 2, NO_END, [7], source(5))])
+    media.place([placement(0, 0, 2, NO_END, [9])])
+    assert told(media.batch((0,), (0,), (6,)), {7: "old", 8: "b", 9: "a"}) == [(0, 1, ["a"]), (1, 3, ["a", "b"])]
+    assert model.encoded == [5]
+
+
 def test_twins_of_a_step_are_computed_once_and_written_twice():
     model, media = make()
     assert media.place([placement(0, 0, 0, NO_END, [4], source(5)), placement(1, 0, 0, NO_END, [6], source(5))]) == {}

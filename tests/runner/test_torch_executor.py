@@ -12,9 +12,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from aengine.runner import torch_step
-from aengine.types import TokenRules
+from aengine.types import PageMove, TableDelta, TokenRules
 
 N = 12
 
@@ -22,6 +23,26 @@ N = 12
 def test_decoding_by_the_relay_equals_the_dense_forward(bench, make_prompt):
     prompt = make_prompt(9)
     assert bench.generate(0, prompt, 30) == bench.model.dense_greedy(prompt, 30)
+
+
+def test_pages_move_before_tables_and_rows(bench, Row, make_prompt):
+    """A step without rows that only moves, then one that moves and reads."""
+    prompt = make_prompt(9)
+    want = bench.model.dense_greedy(prompt, 3)
+    bench.admit(0, prompt)
+    got = [int(bench.run(Row(0, 0, prompt, 1)).tokens[0, 0])]
+    first = int(bench.executor._tables[0][0, 0])
+    spare, other = bench.scheduler.free[0].pop(), bench.scheduler.free[0].pop()
+    told = (TableDelta(0, 0, 0, (spare,)),)
+    empty = replace(bench.scheduler.plan(), moves=(PageMove(0, first, spare),), tables=told)
+    result = bench.executor.run(bench.executor.stage(empty))
+    assert (result.step, len(result.counts), len(result.tokens)) == (empty.step, 0, 0)
+    got.append(int(bench.run(Row(0, 9, None, 1)).tokens[0, 0]))
+    plan = bench.scheduler.plan(Row(0, 10, None, 1))
+    told = (*plan.tables, TableDelta(0, 0, 0, (other,)))
+    moving = replace(plan, moves=(PageMove(0, spare, other),), tables=told)
+    got.append(int(bench.executor.run(bench.executor.stage(moving)).tokens[0, 0]))
+    assert got == want
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 7, 16, 40])
