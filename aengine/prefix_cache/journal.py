@@ -30,9 +30,17 @@ class Journal:
             entries = self._steps[step] = []
         entries.append((page, page.key, serial))
 
+    def record_all(self, pages: list[Page], serial: int, step: int | None) -> None:
+        if step is None:
+            self.published += len(pages)
+            return
+        for page in pages:
+            self.record(page, serial, step)
+
     def retire(self, step: int) -> None:
-        for done in [s for s in self._steps if s <= step]:
-            del self._steps[done]
+        if self._steps:
+            for done in [s for s in self._steps if s <= step]:
+                del self._steps[done]
 
     def take(self, step: int, serial: int | None) -> list[tuple[Page, bytes, int]]:
         """Remove and return (page, name it got then, serial) of `step` and later, of one lease or of all."""
