@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -222,3 +223,17 @@ def test_steady_decode_touches_rows_only_where_they_cross_pages(rows: int) -> No
     for _ in range(16):
         assert len(step(made).slots) == rows
     assert grown == rows
+
+
+def test_everything_generated_is_a_hit_once_its_sequence_has_ended() -> None:
+    """Pages are published several at a time while a sequence runs; none is lost when it ends in between."""
+    made = scheduler()
+    made.submit(request(1, 20, output=60))
+    while made.has_unfinished:
+        step(made)
+    again = request(2, 80)
+    ids = again.prompt_ids.copy()
+    ids[:20], ids[20:] = np.arange(1000, 1020), 1
+    made.submit(msgspec.structs.replace(again, prompt_ids=ids))
+    step(made)
+    assert made.cache.stats().hit_tokens == 64  # 79 of the 80 were computed: 4 full pages
