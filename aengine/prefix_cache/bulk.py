@@ -1,6 +1,6 @@
 """Many leases in one call: what steady decode asks of the cache in every step.
 
-Owns: growing and committing rows of one position each, over groups whose pages follow positions.
+Owns: growing rows of one position each, over groups whose pages follow positions; when they publish.
 Does not know: slots, requests, how pages are chosen.
 Invariants: the same pages, tables and names as the verbs for one lease would give, group by group; `grow_rows` grows
 all rows or none; it never publishes: what a row writes is published when it has been computed.
@@ -40,6 +40,8 @@ def grow_rows(
         return None
     parts = []
     for rule, rows, pages in zip(rules, lacking, taken, strict=True):
+        if not rows:
+            continue
         these = leases if rows is everybody else [leases[row] for row in rows]
         parts.append(RowParts(rule.index, rows, _extend_rows(rule, these, pages), [page.id for page in pages]))
     if len(rules) > 1:

@@ -45,6 +45,7 @@ def test_rows_grow_as_they_would_one_by_one(kind: str) -> None:
         if due:
             parts = many.grow_rows([together[i] for i in due], [lengths[i] for i in due])
             assert parts is not None
+            assert all(part.rows for part in parts)
             told = sorted((part.group, due[row]) for part in parts for row in part.rows)
             grown = [(i, single.grow(apart[i], lengths[i] + 1, step, lengths[i] + 1, start=lengths[i])) for i in due]
             assert told == sorted((delta.group, i) for i, each in grown for delta in each.deltas)

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from aengine.memory import Pool, uniform_plan
+from aengine.memory import Full, Pool, Window, attention_group, uniform_plan
+from aengine.memory import plan as page_plan
 from aengine.prefix_cache import Lease, PrefixCache
 from aengine.scheduler import PromptLookup, Scheduler
 from aengine.types import FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenRules
@@ -237,3 +238,22 @@ def test_everything_generated_is_a_hit_once_its_sequence_has_ended() -> None:
     made.submit(msgspec.structs.replace(again, prompt_ids=ids))
     step(made)
     assert made.cache.stats().hit_tokens == 64  # 79 of the 80 were computed: 4 full pages
+
+
+def test_groups_with_pages_of_two_sizes_grow_when_each_is_due() -> None:
+    sizes = {"kv_heads": 1, "head_dim": 16, "dtype": "float32"}
+    groups = [
+        attention_group("full", Full(), 1, tokens_per_page=16, **sizes),  # type: ignore[arg-type]
+        attention_group("window", Window(20), 1, tokens_per_page=32, **sizes),  # type: ignore[arg-type]
+    ]
+    cache = PrefixCache(Pool(page_plan(groups, 64 * groups[1].payload_bytes)))
+    made = Scheduler(cache, max_seqs=2, budget_tokens=64, max_tokens=256, page_tokens=16)
+    for handle in (1, 2):
+        made.submit(request(handle, 10 + handle, output=80))
+    columns: dict[tuple[int, int], list[int]] = {}
+    while made.has_unfinished:
+        for delta in step(made).tables:
+            for slot, column in zip(delta.slots.tolist(), delta.columns.tolist(), strict=True):
+                columns.setdefault((delta.group, slot), []).append(column)
+        cache.check()
+    assert columns == {(0, 0): [*range(6)], (0, 1): [*range(6)], (1, 0): [*range(3)], (1, 1): [*range(3)]}
