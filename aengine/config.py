@@ -93,12 +93,14 @@ class SchedulerConfig:
     max_num_seqs: int = _setting(64, "rows that run at once (slots)")
     max_batched_tokens: int = _setting(512, "token budget of one step")
     max_waiting: int = _setting(1024, "size of the waiting room; beyond it a request is refused with 429")
+    step_ms: float = _setting(0.0, "milliseconds a step may take while rows decode; 0: as long as it takes")
     depth: int = _setting(1, "steps in flight while the next is planned: 0 synchronous, 1 overlapped, 2 experiment")
 
     def __post_init__(self) -> None:
         _check("max_num_seqs", self.max_num_seqs, 1, 65536, "rows")
         _check("max_batched_tokens", self.max_batched_tokens, 1, 2**20, "tokens")
         _check("max_waiting", self.max_waiting, 1, 2**20, "requests")
+        _check("step_ms", self.step_ms, 0.0, 60_000.0, "ms")
         _check("depth", self.depth, 0, 2, "steps")
 
 

@@ -226,12 +226,22 @@ class SlotSetup(msgspec.Struct, frozen=True):
 
 
 class TableDelta(msgspec.Struct, frozen=True):
-    """Pages appended to a slot's block table of one group: table[slot, first : first + len(pages)] = pages."""
+    """Entries of the block tables of one group, of one slot or of many: table[slots[i], columns[i]] = pages[i].
 
-    slot: int
+    No entry is named twice in one delta; the deltas of a plan apply in order.
+    """
+
     group: int
-    first: int
-    pages: tuple[int, ...]
+    slots: Int64s
+    columns: Int64s
+    pages: Int32s
+
+    @classmethod
+    def run(cls, slot: int, group: int, first: int, pages: Sequence[int]) -> TableDelta:
+        """table[slot, first : first + len(pages)] = pages."""
+        count = len(pages)
+        columns = np.arange(first, first + count, dtype=np.int64)
+        return cls(group, np.full(count, slot, np.int64), columns, np.array(pages, np.int32))
 
 
 class PageMove(msgspec.Struct, frozen=True):
@@ -276,10 +286,12 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     `zero`: large pages of the arena to zero first, because they change element type (stale bits may be NaN). `moves`:
     pages to copy, one after the other, behind that and before anything else. A plan with moves may have no rows.
+
+    `decodes`: at least that many rows, the first ones, compute one position and sample once.
     """
 
     step: int
-    slots: Int32s  # [R]
+    slots: Int64s  # [R]
     handles: Int64s  # [R]
     starts: Int32s  # [R] first position
     counts: Int32s  # [R] positions computed, >= 1
@@ -292,6 +304,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     zero: tuple[int, ...] = ()
     media: tuple[MediaPlacement, ...] = ()
     moves: tuple[PageMove, ...] = ()
+    decodes: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -358,6 +371,10 @@ class Admitted(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+NO_HANDLES: Int64s = np.zeros(0, np.int64)
+NO_TOKENS: Int32s = np.zeros(0, np.int32)
+
+
 class StepOutputs(msgspec.Struct, frozen=True):
     """All that one commit tells the output task. handles[i] got tokens[i]; a handle may appear several times.
 
@@ -366,12 +383,16 @@ class StepOutputs(msgspec.Struct, frozen=True):
     """
 
     step: int
-    handles: Sequence[int] = ()
-    tokens: Sequence[int] = ()
+    handles: Int64s = NO_HANDLES
+    tokens: Int32s = NO_TOKENS
     logprobs: Mapping[int, Logprobs] = {}
     prompt_logprobs: Sequence[tuple[int, Logprobs]] = ()
     admitted: Sequence[Admitted] = ()
     finished: Sequence[Finish] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(len(self.handles) or self.finished or self.admitted or self.prompt_logprobs)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ depth 1. Then bursts of arrivals while rows decode, and prompts of 128k tokens. 
 The pool is as after long use: every page has been used before. `full` also has every page cached, so that each page
 taken evicts one.
 
-CPU time of this process. Every step does the same work, so the least is what a step costs on a quiet core; medians and
-means say what it costs on a machine that others share.
+CPU time of this process. Generated pages are published eight at a time, so steps differ a little: the claim is about
+the median; the least says what a step costs on a quiet core when nothing is published.
 
 --vllm-python and --vllm-script run another engine's scheduler beside it, with that engine's own interpreter.
 
@@ -39,6 +39,7 @@ from aengine.types import Request, SamplingParams, StepPlan, StepResult, TokenRu
 PAGE = 16
 WARM_STEPS = 48
 TARGETS_MS = {256: 0.1, 1024: 0.5}
+GROWTH = 4.5
 
 
 def make_scheduler(rows: int, max_tokens: int, pages: int, budget: int, *, caching: bool = True) -> Scheduler:
@@ -166,7 +167,7 @@ def measure_steady(report: Report, counts: list[int], steps: int, repeats: int) 
             values = "".join(f"{value:8.0f}" for value in row.values())
             print(f"  {rows:6}{kind:>10}{values}{1e3 * row['sum_us'] / rows:10.0f}", flush=True)
             if rows in TARGETS_MS and kind == "free":
-                report.at_most(f"plan + commit at {rows} rows", row["sum_us"] / 1e3, TARGETS_MS[rows], "ms")
+                report.at_most(f"plan + commit at {rows} rows", row["sum_median_us"] / 1e3, TARGETS_MS[rows], "ms")
 
 
 # ---- arrivals
@@ -240,6 +241,12 @@ def profile(rows: int, steps: int) -> None:
     print(text.getvalue())
 
 
+def measure_growth(report: Report) -> None:
+    few, many = (report.figures.get(f"steady_{rows}_free") for rows in (1024, 4096))
+    if few and many:
+        report.at_most("4,096 rows against 1,024", many["sum_median_us"] / few["sum_median_us"], GROWTH, "times")
+
+
 def run_peer(report: Report, args: argparse.Namespace) -> None:
     """Print and keep what the other engine's own script says; it runs in its own interpreter."""
     if not args.vllm_script:
@@ -276,6 +283,7 @@ def main() -> None:
     report = Report("scheduler", (__doc__ or "").split("\n", 1)[0].removeprefix("Claim: "), config)
     print(TIMING)
     measure_steady(report, args.rows, args.steps, args.repeats)
+    measure_growth(report)
     measure_arrivals(report, args.repeats, args.long_prompt)
     if args.vllm_python:
         run_peer(report, args)

@@ -142,7 +142,7 @@ class Core:
         await self._emit(outputs)
 
     async def _emit(self, outputs: StepOutputs) -> None:
-        if outputs.handles or outputs.finished or outputs.admitted or outputs.prompt_logprobs:
+        if outputs:
             await self.outputs.put(outputs)
 
     async def _wait_for_work(self) -> None:

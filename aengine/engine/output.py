@@ -137,7 +137,7 @@ class OutputTask:
         for handle, logprobs in outputs.prompt_logprobs:
             self._prompt_logprobs(handle, logprobs)
         finishes = {finish.handle: finish for finish in outputs.finished}
-        for i, (handle, token) in enumerate(zip(outputs.handles, outputs.tokens, strict=True)):
+        for i, (handle, token) in enumerate(zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True)):
             choice = self._choices.get(handle)
             if choice is not None:
                 self._token(choice, token, outputs.logprobs.get(i), finishes.get(handle), now_s)

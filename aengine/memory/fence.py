@@ -35,6 +35,8 @@ class Fence(Generic[T]):
         if step <= self.retired:
             return []
         self.retired = step
+        if not self._items:
+            return []
         out: list[T] = []
         for due in sorted(waiting for waiting in self._items if waiting <= step):
             out += self._items.pop(due)

@@ -10,7 +10,7 @@ time, hashing order or object identity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from aengine.memory.accounting import PoolStats, measure
 from aengine.memory.fence import Fence
@@ -131,6 +131,8 @@ class Pool:
 
     def _take_group(self, group: GroupSlabs, count: int, quota: int, surplus: int, pages: list[Page]) -> int:
         """Append `count` pages to `pages`; returns what is left of the surplus."""
+        if group.slots == 1 and self.spare.unowned:
+            count, quota, surplus = self._claim_whole(group, count, quota, surplus, pages)
         for _ in range(count):
             if group.with_free.occupied:
                 page, opened = self._take_slot(group, group.with_free.fullest()), False
@@ -145,6 +147,34 @@ class Pool:
                     surplus -= 1
             pages.append(page)
         return surplus
+
+    def _claim_whole(
+        self, group: GroupSlabs, count: int, quota: int, surplus: int, pages: list[Page]
+    ) -> tuple[int, int, int]:
+        """Unowned slabs for a group whose slabs are single pages, as many as there are; (count, quota, surplus) left.
+
+        What `_claim` does, for the usual model, whose rows take many pages in every step.
+        """
+        opened = min(count, quota + surplus, len(self.spare.unowned))
+        slabs = self.spare.unowned[: -opened - 1 : -1]
+        del self.spare.unowned[-opened:]
+        index, element, made = group.index, group.element, group.pages
+        for slab in slabs:
+            slab.group, slab.live = index, 1
+            if slab.element is not element and slab.element != element:
+                self._retype(slab, element)
+            page = made[slab.index] or group.page(slab, 0)
+            page.ref, page.last = 1, -1
+            pages.append(page)
+        group.owned += opened
+        group.live += opened
+        return count - opened, max(0, quota - opened), surplus - max(0, opened - quota)
+
+    def _retype(self, slab: Slab, element: tuple[str, ...]) -> None:
+        if slab.element is not None:
+            self.retypes += 1
+            self._retyped.append(slab.index)
+        slab.element = element
 
     def _open_or_evict(self, group: GroupSlabs) -> tuple[Page, bool]:
         """(page, whether it cost an idle or unowned slab)."""
@@ -169,10 +199,7 @@ class Pool:
         group.owned += 1
         group.free_active += slots - 1
         if slab.element != group.element:
-            if slab.element is not None:
-                self.retypes += 1
-                self._retyped.append(slab.index)
-            slab.element = group.element
+            self._retype(slab, group.element)
         if slots > 1:
             group.file(slab)
         return self._lend(group, group.page(slab, 0))
@@ -285,6 +312,16 @@ class Pool:
         names[key] = page
         page.key = key
         return True
+
+    def publish_all(self, index: int, pages: Iterable[Page | None], keys: Iterable[bytes]) -> list[Page]:
+        """Name those live pages of a group that have no name yet, as `publish` does; returns those that got one."""
+        names, named = self.names[index], []
+        for page, key in zip(pages, keys, strict=True):
+            if page is not None and page.key is None and key not in names:
+                names[key] = page
+                page.key = key
+                named.append(page)
+        return named
 
     def unpublish(self, page: Page) -> None:
         """Take the name away; a cached page becomes free."""

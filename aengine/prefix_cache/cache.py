@@ -20,6 +20,7 @@ from aengine.memory.compaction import compact
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.audit import audit
+from aengine.prefix_cache.bulk import NEVER, RowParts, grow_rows, next_commit
 from aengine.prefix_cache.items import ItemRules
 from aengine.prefix_cache.journal import Journal
 from aengine.prefix_cache.keys import MediaItem, TokenChain
@@ -70,7 +71,10 @@ class PrefixCache:
         self._state_pages = tuple(rule.page for rule in self._rules if isinstance(rule, StateRules))
         self._items = tuple(rule for rule in self._rules if isinstance(rule, ItemRules))
         self._single = len(self._rules) == 1
-        self._solo = self._single and isinstance(self._rules[0], PositionalRules)
+        positional = tuple(rule for rule in self._rules if isinstance(rule, PositionalRules))
+        self._positional = positional if len(positional) == len(self._rules) else ()  # () also when there are others
+        self._solo = self._single and bool(self._positional)
+        self._keeps_all = all(rule.full for rule in self._rules)
         self._key_bytes = key_bytes
         self._roots = Roots(weights_digest, self._unit, overrides or {})
         self._leases: dict[int, Lease] = {}  # live ones by serial number, so by age
@@ -113,7 +117,6 @@ class PrefixCache:
         lease.serial = self._serial
         lease.holds = tuple(rule.open(lease) for rule in self._rules)
         lease.pairs = tuple(zip(self._rules, lease.holds, strict=True))
-        lease.tables = tuple(hold.table for hold in lease.holds)
         self._leases[self._serial] = lease
         self._serial += 1
         counters = self._counters
@@ -197,6 +200,16 @@ class PrefixCache:
                 rule.publish(lease, hold, tokens, step)
         return Grown(frontier, tuple(parts), (), fresh)
 
+    @property
+    def grows_rows(self) -> bool:
+        """Whether `grow_rows` may be called: all groups follow positions."""
+        return bool(self._positional)
+
+    def grow_rows(self, leases: Sequence[Lease], starts: Sequence[int]) -> list[RowParts] | None:
+        """`grow` of many rows by one position each, starts[i] of leases[i], with everything before it launched and the
+        prompt behind. Pages for all of them, or None and nothing is changed. Publishes nothing: `commit` does."""
+        return grow_rows(self.pool, self._positional, leases, starts)
+
     def _grow_one(self, lease: Lease, frontier: int, upto: int, step: int) -> Grown:
         """`grow` of at most one page of the only group: every decode row goes this way once a page."""
         rule, run = lease.pairs[0]
@@ -206,7 +219,7 @@ class PrefixCache:
             if page is None:
                 return Grown(frontier, (), (1,), need=(1,))
             run.append(page)
-        if run.sent < len(run.table):
+        if run.unsent():
             parts = (run.news(),)
         lease.tokens_ready = upto
         lease.capacity_tokens = len(run.pages) * rule.page
@@ -251,7 +264,18 @@ class PrefixCache:
         for rule, hold in lease.pairs:
             if publish:
                 rule.publish(lease, hold, tokens, None)
-            rule.prune(lease, hold, computed, last_step)
+            if not rule.full:
+                rule.prune(lease, hold, computed, last_step)
+
+    def next_commit(self, lease: Lease, computed: int) -> int:
+        """How many positions must have been computed before `commit` has something to do again.
+
+        A full-attention group only publishes then, and several pages at a time cost less; what is left is published at
+        release. Other groups also let go of pages.
+        """
+        if not self._keeps_all:
+            return computed + self._unit - computed % self._unit
+        return next_commit(lease.serial, computed, self._unit) if lease.publishes else NEVER
 
     def rollback(self, lease: Lease, upto: int, *, last_step: int = -1) -> int:
         """Positions from `upto` on held rejected drafts: drop their pages. Returns where computing goes on, which is
@@ -262,11 +286,19 @@ class PrefixCache:
         return frontier
 
     def release(
-        self, lease: Lease, *, last_step: int, keep: bool = True, scheduled: int | None = None, known: int = 0
+        self,
+        lease: Lease,
+        *,
+        last_step: int,
+        keep: bool = True,
+        scheduled: int | None = None,
+        known: int = 0,
+        computed: int = 0,
     ) -> None:
         """Give everything back, once; pages are fenced until `last_step` has retired.
 
-        Published pages stay cached. With `scheduled`, the number of positions launched, and `known`, that of ids known
+        Published pages stay cached; so do full pages among the first `computed` positions, those of retired steps.
+        With `scheduled`, the number of positions launched, and `known`, that of ids known
         by now, models with state groups also keep the exact end of the sequence, so that it can be resumed there; not
         for a lease whose own step has failed (`keep` False). Deepest positions go first, so that they are evicted
         first.
@@ -275,6 +307,9 @@ class PrefixCache:
         lease.released = True
         lease.known = max(lease.known, known)
         del self._leases[lease.serial]
+        if self._keeps_all and lease.publishes:
+            for rule, hold in lease.pairs:
+                rule.publish(lease, hold, min(computed, lease.known), None)
         if keep and scheduled and scheduled <= lease.known and lease.publishes and self._state_pages and not lease.tail:
             self._name_tail(lease, scheduled, last_step)
         held: list[tuple[int, Page]] = []

@@ -31,6 +31,13 @@ class Journal:
             entries = self._steps[step] = []
         entries.append((page, page.key, serial))
 
+    def record_all(self, pages: list[Page], serial: int, step: int | None) -> None:
+        if step is None:
+            self.published += len(pages)
+            return
+        for page in pages:
+            self.record(page, serial, step)
+
     def moved(self, page: Page, step: int) -> None:
         """`step` copies the page to the address it has now."""
         self._moved.setdefault(step, []).append(page)
@@ -39,10 +46,10 @@ class Journal:
         return self._moved.get(step, [])
 
     def retire(self, step: int) -> None:
-        for done in [s for s in self._steps if s <= step]:
-            del self._steps[done]
-        for done in [s for s in self._moved if s <= step]:
-            del self._moved[done]
+        for entries in (self._steps, self._moved):
+            if entries:
+                for done in [s for s in entries if s <= step]:
+                    del entries[done]
 
     def take(self, step: int, serial: int | None) -> list[tuple[Page, bytes, int]]:
         """Remove and return (page, name it got then, serial) of `step` and later, of one lease or of all."""

@@ -69,7 +69,6 @@ class Lease:
         "serial",
         "sharing",
         "state_pages",
-        "tables",
         "tail",
         "tokens",
         "tokens_ready",
@@ -106,7 +105,11 @@ class Lease:
         self.released = False
         self.holds: tuple[Any, ...] = ()  # one per group, made and understood by the group's rules
         self.pairs: tuple[tuple[Any, Any], ...] = ()  # (rules, hold) of each group
-        self.tables: tuple[list[int], ...] = ()
+
+    @property
+    def tables(self) -> tuple[list[int], ...]:
+        """Page ids by group."""
+        return tuple([hold.table for hold in self.holds])
 
     def next_boundary(self, tokens: int) -> int:
         """Where a chunk that begins at `tokens` should end at the latest, so that the state there can be kept."""

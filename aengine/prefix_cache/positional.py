@@ -19,37 +19,44 @@ from aengine.prefix_cache.retention import UNBOUNDED
 
 
 class PageRun:
-    """What a lease holds of a positional group. pages[i] is None where table[i] is 0."""
+    """What a lease holds of a positional group."""
 
-    __slots__ = ("adopted", "base", "group", "keyed", "pages", "sent", "serial", "table")
+    __slots__ = ("adopted", "base", "group", "keyed", "pages", "sent", "serial")
 
     def __init__(self, group: int, serial: int) -> None:
         self.group = group
         self.serial = serial  # of the lease
         self.pages: list[Page | None] = []
-        self.table: list[int] = []
         self.adopted = 0  # indices below were found, not computed: somebody keeps them for a reason
         self.base = 0  # first index still held
         self.sent = 0  # entries the device has
         self.keyed = 0  # indices below were offered to the cache
 
+    @property
+    def table(self) -> list[int]:
+        """Page ids, 0 where none is held."""
+        return _ids(self.pages)
+
     def append(self, page: Page | None) -> None:
         if page is not None:
             page.holder, page.index = self.serial, len(self.pages)
         self.pages.append(page)
-        self.table.append(page.id if page is not None else 0)
 
     def unsent(self) -> bool:
         """Whether the device lacks table entries."""
-        return self.sent < len(self.table)
+        return self.sent < len(self.pages)
 
     def news(self) -> TablePart:
         """The entries it lacks; told once."""
-        sent, self.sent = self.sent, len(self.table)
-        return TablePart(self.group, sent, tuple(self.table[sent:]))
+        sent, self.sent = self.sent, len(self.pages)
+        return TablePart(self.group, sent, tuple(_ids(self.pages[sent:])))
 
     def held(self, index: int) -> bool:
         return index < len(self.pages) and self.pages[index] is not None
+
+
+def _ids(pages: list[Page | None]) -> list[int]:
+    return [page.id if page is not None else 0 for page in pages]
 
 
 class PositionalRules:
@@ -107,11 +114,11 @@ class PositionalRules:
         digests, pin = lease.chain.digests, self.pool.pin
         for index in range(len(run.pages), count):
             if index < first:
-                run.append(None)
+                run.pages.append(None)
                 continue
             page = names[digests[(index + 1) * stride - 1]]
             pin(page)
-            run.append(page)
+            run.pages.append(page)
         run.keyed = max(run.keyed, count)
         run.adopted = max(run.adopted, count)
 
@@ -134,7 +141,7 @@ class PositionalRules:
         if tokens % self.page:
             page = self._names[key]
             self.pool.pin(page)
-            run.append(page)
+            run.pages.append(page)
 
     def claim_tail(self, run: PageRun) -> None:
         """From now on the last page is the lease's own, to be written."""
@@ -165,13 +172,9 @@ class PositionalRules:
         self, lease: Lease, run: PageRun, pages: list[Page], start: int, upto: int, step: int, parts: list[TablePart]
     ) -> int:
         """Append the pages taken, tell the device (`parts`), return the capacity in tokens."""
-        serial, index = run.serial, len(run.pages)
         for page in pages:
-            page.holder, page.index = serial, index
-            index += 1
-        run.pages += pages
-        run.table += [page.id for page in pages]
-        if run.sent < len(run.table):
+            run.append(page)
+        if run.unsent():
             parts.append(run.news())
         return len(run.pages) * self.page
 
@@ -180,17 +183,15 @@ class PositionalRules:
 
     def publish(self, lease: Lease, run: PageRun, tokens: int, step: int | None) -> None:
         """Name the full pages among the first `tokens` positions; `step` will compute them (None: they are there)."""
-        count = tokens // self.page
-        if count <= run.keyed:
+        count, first = tokens // self.page, run.keyed
+        if count <= first:
             return
         stride = self._stride
         digests = lease.chain.extend(count * stride)
-        for index in range(run.keyed, count):
-            page = run.pages[index]
-            if page is None or page.key is not None:
-                continue
-            if self.pool.publish(page, digests[(index + 1) * stride - 1]):
-                self.journal.record(page, lease.serial, step)
+        keys = digests[(first + 1) * stride - 1 : count * stride : stride]
+        named = self.pool.publish_all(self.index, run.pages[first:count], keys)
+        if named:
+            self.journal.record_all(named, lease.serial, step)
         run.keyed = count
 
     # -- moving ----------------------------------------------------------------------------------------------------
@@ -201,7 +202,6 @@ class PositionalRules:
         index = page.index
         if index >= len(run.pages) or run.pages[index] is not page:
             return 0, ()
-        run.table[index] = page.id
         return 1, (index,)
 
     # -- letting go ------------------------------------------------------------------------------------------------
@@ -223,7 +223,6 @@ class PositionalRules:
                     self.pool.unpublish(page)
                 self.pool.drop(page, step)
                 run.pages[index] = None
-                run.table[index] = 0
         run.base = max(run.base, first)
 
     def _retained(self, lease: Lease, index: int, computed: int) -> bool:
@@ -242,12 +241,11 @@ class PositionalRules:
         """Drop pages beyond `tokens`; returns where computing goes on."""
         while len(run.pages) * self.page >= tokens + self.page:
             page = run.pages.pop()
-            run.table.pop()
             if page is not None:
                 assert page.key is None, f"rollback to {tokens} tokens would drop published {page}"
                 self.pool.drop(page, step)
-        run.sent = min(run.sent, len(run.table))
-        run.base = min(run.base, len(run.table))
+        run.sent = min(run.sent, len(run.pages))
+        run.base = min(run.base, len(run.pages))
         return tokens
 
     def close(self, lease: Lease, run: PageRun) -> list[tuple[int, Page]]:

@@ -48,7 +48,7 @@ class _Buffers:
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[np.generic]] = {}
 
-    def copy(self, name: str, values: Int32s) -> Int32s:
+    def copy(self, name: str, values: Int32s | Int64s) -> Int32s:
         held = self._arrays.get(name)
         if held is None or len(held) < len(values):
             held = self._arrays[name] = np.empty(max(64, 2 * len(values)), dtype=np.int32)

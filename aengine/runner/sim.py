@@ -127,7 +127,7 @@ class SimExecutor:
     def _apply(self, plan: StepPlan) -> None:
         self._move(plan.moves)
         for delta in plan.tables:
-            self.tables[delta.group][delta.slot, delta.first : delta.first + len(delta.pages)] = delta.pages
+            self.tables[delta.group][delta.slots, delta.columns] = delta.pages
         for setup in plan.setups:
             self._setups[setup.slot] = setup
             self._relay[setup.slot] = -1  # poison: nothing of the slot's earlier owner may be read

@@ -152,8 +152,8 @@ class TorchExecutor:
             if self._media is not None:
                 self._media.vacate(setup.slot)
         for delta in deltas:
-            pages = torch.tensor(delta.pages, dtype=torch.int32, device=self._device)
-            self._tables[delta.group][delta.slot, delta.first : delta.first + len(pages)] = pages
+            at = self._to_device(delta.slots), self._to_device(delta.columns)
+            self._tables[delta.group][at] = self._to_device(delta.pages)
 
     def _place_media(self, staged: Staged, outcome: _Outcome) -> None:
         assert self._media is not None, f"step {staged.step} brings images to a model that takes none"

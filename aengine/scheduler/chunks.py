@@ -22,13 +22,19 @@ def share_budget(remaining: Sequence[int], budget: int, page_tokens: int) -> lis
     if not remaining or budget <= 0:
         return shares
     left = budget
-    shares[0] = min(remaining[0], max(1, budget // 2)) if len(remaining) > 1 else min(remaining[0], budget)
+    shares[0] = min(remaining[0], _half(budget, page_tokens) if len(remaining) > 1 else budget)
     left -= shares[0]
     for i in sorted(range(1, len(remaining)), key=lambda i: (remaining[i], i)):
         shares[i] = min(remaining[i], left)
         left -= shares[i]
     shares[0] += min(left, remaining[0] - shares[0])
     return [_whole_pages(share, left, page_tokens) for share, left in zip(shares, remaining, strict=True)]
+
+
+def _half(budget: int, page_tokens: int) -> int:
+    """Half of the budget; of its whole pages if there are two: what a cut chunk loses at a page border nobody gets."""
+    pages = budget // page_tokens
+    return -(-pages // 2) * page_tokens if pages > 1 else max(1, budget // 2)
 
 
 def _whole_pages(share: int, remaining: int, page_tokens: int) -> int:

@@ -2,16 +2,16 @@
 
 Owns: the arrays, and the bookkeeping of launching and retiring rows on them.
 Does not know: queues, leases, policies.
-Invariants: for every running slot, computed <= scheduled <= known + pending, where `known` counts token ids on the host
-(prompt and output), `scheduled` positions launched, `computed` positions of retired steps and `pending` sampled tokens
-still in flight. A free slot has handle -1.
+Invariants: for every running slot, computed <= scheduled <= expected, where `known` counts token ids on the host
+(prompt and output), `expected` also sampled tokens still in flight, `scheduled` positions launched and `computed`
+positions of retired steps. A free slot has handle -1 and nothing expected.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from aengine.types import Int32s, Request, StepPlan
+from aengine.types import Int32s, Int64s, Request, StepPlan
 
 STOP_COLUMNS = 4  # stop ids compared in NumPy; a request with more is checked in Python
 
@@ -21,17 +21,22 @@ class Columns:
 
     def __init__(self, slots: int, max_tokens: int) -> None:
         self.tokens = np.zeros((slots, max_tokens), np.int32)
+        self._flat = self.tokens.reshape(-1)  # the same memory: one index is cheaper than two
+        self._base = np.arange(slots, dtype=np.int64) * max_tokens
         self.handle = np.full(slots, -1, np.int64)
+        self.ones = np.ones(slots, np.int32)  # counts and samples of decode rows
+        self.ones.flags.writeable = False
         self.known = np.zeros(slots, np.int32)
         self.scheduled = np.zeros(slots, np.int32)
         self.computed = np.zeros(slots, np.int32)
-        self.pending = np.zeros(slots, np.int32)
+        self.expected = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
         self.capacity = np.zeros(slots, np.int32)
         self.commit_at = np.zeros(slots, np.int32)
         self.last_step = np.zeros(slots, np.int64)
-        self.stop_ids = np.full((slots, STOP_COLUMNS), -1, np.int32)
-        self.many_stops = np.zeros(slots, np.bool_)
+        self._stop_ids = [np.full(slots, -1, np.int32) for _ in range(STOP_COLUMNS)]
+        self._stops_used = 0  # the first so many of them
+        self.check_at = np.zeros(slots, np.int32)  # ends are looked for in Python when so many ids are known
         self.paused = np.zeros(slots, np.bool_)  # not planned: aborting, void, or about to be preempted
         self.mute = np.zeros(slots, np.bool_)  # results in flight are discarded
         self.drafting = np.zeros(slots, np.bool_)  # a draft row is in flight: its length is unknown until it retires
@@ -40,23 +45,39 @@ class Columns:
         """Give `slot` to a request whose first `cached` positions already have KV."""
         stops = request.rules.stop_ids
         self.handle[slot] = request.handle
-        self.known[slot] = len(ids)
+        self.known[slot] = self.expected[slot] = len(ids)
         self.scheduled[slot] = self.computed[slot] = cached
-        self.pending[slot] = 0
         self.limit[slot] = request.max_total_tokens
         self.last_step[slot] = 0
-        self.stop_ids[slot] = -1
-        self.many_stops[slot] = len(stops) > STOP_COLUMNS
-        for column, stop in enumerate(stops[:STOP_COLUMNS]):
-            self.stop_ids[slot, column] = stop
+        self.check_at[slot] = request.max_total_tokens if len(stops) <= STOP_COLUMNS else 0
+        for number, column in enumerate(self._stop_ids):
+            column[slot] = stops[number] if number < len(stops) else -1
+        self._stops_used = max(self._stops_used, min(len(stops), STOP_COLUMNS))
         self.paused[slot] = self.mute[slot] = self.drafting[slot] = False
 
     def vacate(self, slot: int) -> None:
         self.handle[slot] = -1
+        self.known[slot] = self.expected[slot] = self.scheduled[slot] = 0  # nothing to do, so never planned
 
     def launched(self, plan: StepPlan) -> None:
         slots = plan.slots
-        self.scheduled[slots] = plan.starts + plan.counts
-        self.pending[slots] += plan.samples > 0
         self.last_step[slots] = plan.step
+        if plan.decodes == len(slots):
+            scheduled = plan.starts + 1
+            self.scheduled[slots] = scheduled
+            self.expected[slots] = scheduled + 1
+            return
+        self.scheduled[slots] = plan.starts + plan.counts
+        self.expected[slots] += plan.samples > 0
         self.drafting[slots] = plan.samples > 1
+
+    def append(self, slots: Int64s, at: Int32s, tokens: Int32s) -> Int64s:
+        """One token more for each of `slots`, which know at[i]; returns indices of those that may end with it."""
+        self._flat[self._base[slots] + at] = tokens
+        known = at + 1
+        self.known[slots] = known
+        stopped = known >= self.check_at[slots]
+        for column in self._stop_ids[: self._stops_used]:
+            stopped |= column[slots] == tokens
+        ends: Int64s = stopped.nonzero()[0]
+        return ends

@@ -14,7 +14,7 @@ import numpy as np
 
 from aengine.scheduler.plan_builder import PlanBuilder
 from aengine.scheduler.recurrent import draft_room
-from aengine.types import Bools, Int64s
+from aengine.types import Bools, Int32s, Int64s, TableDelta
 
 if TYPE_CHECKING:
     from aengine.scheduler.scheduler import Scheduler
@@ -22,37 +22,57 @@ if TYPE_CHECKING:
 
 def plan_decodes(scheduler: Scheduler, build: PlanBuilder) -> None:
     c, order = scheduler.columns, scheduler.order
-    total = c.known[order] + c.pending[order]
-    left = total - c.scheduled[order]
-    going = ~c.paused[order]
-    ready = (left == 1) & (total < c.limit[order]) & going & ~c.drafting[order]
+    left = c.expected - c.scheduled
+    going = ~c.paused
+    ready = (left == 1) & (c.expected < c.limit) & going
+    build.unfed = bool(np.count_nonzero(left > 1))
     if scheduler.drafter is not None:
-        ready &= c.pending[order] == 0  # a draft needs to know the last token
-    slots = order[ready][: _decode_room(scheduler, ready, (left > 1) & going, build.left)]
+        ready &= ~c.drafting & (c.expected == c.known)  # a draft needs to know the last token
+    mask = ready[order]
+    rows = int(np.count_nonzero(mask))
+    slots = order if rows == len(order) else order[mask]
+    if rows >= build.left:
+        slots = slots[: _decode_room(scheduler, mask, ((left > 1) & going)[order], build.left)]
     if scheduler.drafter is not None:
         slots = _plan_drafts(scheduler, slots, build)
-    crossing = c.scheduled[slots] >= c.capacity[slots]
-    if crossing.any():
+    starts = c.scheduled[slots]
+    crossing = (starts >= c.capacity[slots]).nonzero()[0]
+    if len(crossing) and not _grow_all(scheduler, slots[crossing], starts[crossing]):
         lacking = [slot for slot in slots[crossing].tolist() if not _grow_decode(scheduler, slot, build)]
         if lacking:
             slots = slots[~np.isin(slots, lacking)]
-    build.decode(slots)
+            starts = c.scheduled[slots]
+    build.decode(slots, starts)
 
 
 def _decode_room(scheduler: Scheduler, ready: Bools, unfed: Bools, budget: int) -> int:
     """How many decode rows may run: all that the budget holds, but for a share of it that older prompts need.
 
-    `ready` and `unfed` (prompts with more than one token to go) are in the order of age, as `scheduler.order`.
+    `ready` (at least `budget` rows) and `unfed` (prompts with more than one token to go) are in the order of age, as
+    `scheduler.order`.
     """
-    rows = np.flatnonzero(ready)
-    if len(rows) < budget:
-        return budget
-    youngest = int(rows[budget - 1])
+    youngest = int(ready.nonzero()[0][budget - 1])
     head = scheduler.waiting.head()
     waits = head is not None and bool(scheduler.free_slots) and head.key < scheduler.keys[youngest]
     if not waits and not unfed[:youngest].any():
         return budget
     return budget - max(1, min(scheduler.page_tokens, budget // 2))
+
+
+def _grow_all(scheduler: Scheduler, slots: Int64s, starts: Int32s) -> bool:
+    """Pages for all rows that cross a page at once; False when that is not the way, or pages are short."""
+    if not scheduler.cache.grows_rows:
+        return False
+    leases = scheduler.leases(slots)
+    parts = scheduler.cache.grow_rows(leases, starts.tolist())
+    if parts is None:
+        return False
+    for group, rows, columns, pages in parts:
+        crossing = slots if len(rows) == len(slots) else slots[rows]
+        delta = TableDelta(group, crossing, np.array(columns, np.int64), np.array(pages, np.int32))
+        scheduler.tables.append(delta)
+    scheduler.columns.capacity[slots] = [lease.capacity_tokens for lease in leases]
+    return True
 
 
 def _grow_decode(scheduler: Scheduler, slot: int, build: PlanBuilder) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from aengine.scheduler.columns import Columns
-from aengine.types import Bools, Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
+from aengine.types import Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
 
+_NO_IDS = np.zeros(0, np.int32)
 _NO_SLOTS = np.zeros(0, np.int64)
 
 
@@ -21,6 +22,7 @@ class PlanBuilder:
         self.left = budget_tokens
         self._columns = columns
         self._decode: Int64s = _NO_SLOTS
+        self._starts: Int32s = _NO_IDS
         self._slots: list[int] = []
         self._counts: list[int] = []
         self._samples: list[int] = []
@@ -28,10 +30,11 @@ class PlanBuilder:
         self._targets: dict[int, Int32s] = {}  # by slot
         self._pinned: list[int] = []
         self.held: list[int] = []
+        self.unfed = True  # whether there may be running prompts with more than one token to go
 
-    def decode(self, slots: Int64s) -> None:
-        """Rows of one token each, sampled."""
-        self._decode = slots
+    def decode(self, slots: Int64s, starts: Int32s) -> None:
+        """Rows of one token each, sampled, at positions `starts`."""
+        self._decode, self._starts = slots, starts
         self.left -= len(slots)
 
     def row(self, slot: int, count: int, samples: int, drafts: Int32s | None = None) -> None:
@@ -42,6 +45,11 @@ class PlanBuilder:
         if drafts is not None:
             self._drafts[slot] = drafts
         self.left -= count
+
+    @property
+    def decodes(self) -> int:
+        """Positions of decode rows so far, drafts included."""
+        return len(self._decode) + sum(1 + len(drafts) for drafts in self._drafts.values())
 
     def prompt_targets(self, slot: int, targets: Int32s) -> None:
         self._targets[slot] = targets
@@ -67,32 +75,42 @@ class PlanBuilder:
         moves: tuple[PageMove, ...] = (),
     ) -> StepPlan | None:
         """None when there is nothing to do: no row, and no pages to move."""
-        c = self._columns
-        decode = self._decode
+        c, slots, starts = self._columns, self._decode, self._starts
         if self.held:
-            decode = decode[~np.isin(decode, self.held)]
-        if not len(decode) and not self._slots and not moves:
+            kept = ~np.isin(slots, self.held)
+            slots, starts = slots[kept], starts[kept]
+        decodes = len(slots)
+        if not decodes and not self._slots and not moves:
             return None
-        relay = c.scheduled[decode] >= c.known[decode]
-        ids = [c.tokens[decode, c.scheduled[decode]][~relay]]
-        slots = np.concatenate([decode, np.array(self._slots, np.int64)])
-        ids += [self._row_ids(slot, count) for slot, count in zip(self._slots, self._counts, strict=True)]
-        ones = np.ones(len(decode), np.int32)
+        ones = c.ones[:decodes]
+        relay = starts >= c.known[slots]
+        relayed = np.count_nonzero(relay)
+        ids = _NO_IDS if relayed == decodes else c.tokens[slots, starts][~relay]
+        counts = samples = ones
+        if self._slots:
+            others = np.array(self._slots, np.int64)
+            slots = np.concatenate([slots, others])
+            starts = np.concatenate([starts, c.scheduled[others]])
+            counts = np.concatenate([ones, np.array(self._counts, np.int32)])
+            samples = np.concatenate([ones, np.array(self._samples, np.int32)])
+            relay = np.concatenate([relay, np.zeros(len(others), np.bool_)])
+            ids = np.concatenate([ids, *map(self._row_ids, self._slots, self._counts)])
         return StepPlan(
             step=self.step,
-            slots=slots.astype(np.int32),
+            slots=slots,
             handles=c.handle[slots],
-            starts=c.scheduled[slots],
-            counts=np.concatenate([ones, np.array(self._counts, np.int32)]),
-            samples=np.concatenate([ones, np.array(self._samples, np.int32)]),
-            relay=_padded(relay, len(slots)),
-            ids=np.concatenate(ids),
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            relay=relay,
+            ids=ids,
             tables=tuple(tables),
             setups=tuple(setups),
-            prompt_logprobs=self._targets_by_row(slots),
+            prompt_logprobs=self._targets_by_row(slots) if self._targets else {},
             zero=tuple(zero),
             media=tuple(media),
             moves=moves,
+            decodes=decodes,
         )
 
     def _row_ids(self, slot: int, count: int) -> Int32s:
@@ -103,12 +121,4 @@ class PlanBuilder:
         return np.concatenate([self._columns.tokens[slot, start : start + 1], drafts])
 
     def _targets_by_row(self, slots: Int64s) -> dict[int, Int32s]:
-        if not self._targets:
-            return {}
         return {row: self._targets[slot] for row, slot in enumerate(slots.tolist()) if slot in self._targets}
-
-
-def _padded(relay: Bools, rows: int) -> Bools:
-    out = np.zeros(rows, np.bool_)
-    out[: len(relay)] = relay
-    return out

@@ -27,20 +27,25 @@ if TYPE_CHECKING:
 
 
 def plan_prefills(scheduler: Scheduler, build: PlanBuilder) -> None:
-    if build.left <= 0:
+    if build.left <= 0 or not (build.unfed or (scheduler.free_slots and len(scheduler.waiting))):
         return
     c, order = scheduler.columns, scheduler.order
-    total = c.known[order] + c.pending[order]
-    unfed = order[(total - c.scheduled[order] > 1) & ~c.paused[order]]
+    unfed = order[((c.expected - c.scheduled > 1) & ~c.paused)[order]]
     fresh = _admit(scheduler)
     rows = sorted([scheduler.at(slot) for slot in unfed.tolist()] + fresh, key=lambda s: s.key)
     if scheduler.recurrent:
         rows = ready_rows(rows, c)
     remaining = [int(c.known[s.slot] - c.scheduled[s.slot]) for s in rows]
-    shares = share_budget(remaining, build.left, scheduler.page_tokens)
+    shares = share_budget(remaining, _prompt_budget(scheduler, build), scheduler.page_tokens)
     for sequence, share in zip(rows, shares, strict=True):
         if share > 0 and sequence.slot >= 0 and sequence.slot not in build.held:
             _plan_chunk(scheduler, sequence, min(share, build.left), build)
+
+
+def _prompt_budget(scheduler: Scheduler, build: PlanBuilder) -> int:
+    """What decode rows leave of the budget, or less when the step would take too long for them."""
+    most = None if scheduler.pacer is None else scheduler.pacer.prompt_tokens(build.decodes)
+    return build.left if most is None else min(build.left, most)
 
 
 def _plan_chunk(scheduler: Scheduler, sequence: Sequence, share: int, build: PlanBuilder) -> None:
@@ -121,14 +126,15 @@ def _acquire(scheduler: Scheduler, sequence: Sequence, slot: int) -> Lease:
 def _start(scheduler: Scheduler, sequence: Sequence, lease: Lease) -> None:
     c, slot = scheduler.columns, scheduler.free_slots.pop()
     sequence.slot, sequence.lease = slot, lease
-    scheduler.by_slot[slot] = sequence
+    scheduler.by_slot[slot], scheduler.lease_of[slot] = sequence, lease
     c.occupy(slot, sequence.request, sequence.ids, lease.cached_tokens)
     c.capacity[slot] = lease.capacity_tokens
-    c.commit_at[slot] = lease.cached_tokens - lease.cached_tokens % scheduler.page_tokens + scheduler.page_tokens
+    c.commit_at[slot] = scheduler.cache.next_commit(lease, lease.cached_tokens)
     at = bisect.bisect(scheduler.keys, sequence.key)
     scheduler.keys.insert(at, sequence.key)
     scheduler.order = np.insert(scheduler.order, at, slot)
     scheduler.setups.append(_setup(scheduler, sequence))
+    scheduler.tell(slot, lease.deltas())
     scheduler.media.start(slot, sequence.request, lease)
     if not sequence.admitted:
         sequence.admitted = True

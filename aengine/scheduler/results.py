@@ -8,15 +8,32 @@ common case, one token a row, costs a fixed number of NumPy calls plus Python on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from aengine.types import Admitted, Bools, Finish, FinishReason, Int64s, Logprobs, StepOutputs, StepPlan, StepResult
+from aengine.types import (
+    NO_HANDLES,
+    NO_TOKENS,
+    Admitted,
+    Bools,
+    Finish,
+    FinishReason,
+    Int32s,
+    Int64s,
+    Logprobs,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+)
 
 if TYPE_CHECKING:
     from aengine.scheduler.scheduler import Scheduler
     from aengine.scheduler.sequence import Sequence
+
+
+_Column = TypeVar("_Column", Int32s, Int64s)
 
 
 class OutputBuilder:
@@ -26,8 +43,9 @@ class OutputBuilder:
         self._clear()
 
     def _clear(self) -> None:
-        self.handles: list[int] = []
-        self.tokens: list[int] = []
+        self._handles: list[Int64s] = []
+        self._tokens: list[Int32s] = []
+        self._count = 0
         self.logprobs: dict[int, Logprobs] = {}
         self.prompt_logprobs: list[tuple[int, Logprobs]] = []
         self._admitted: list[Admitted] = []
@@ -39,26 +57,60 @@ class OutputBuilder:
     def finished(self, handle: int, reason: FinishReason, stop_id: int | None, error: str | None) -> None:
         self._finished.append(Finish(handle, reason, stop_id, error))
 
-    def __bool__(self) -> bool:
-        return bool(self.handles or self._finished or self._admitted or self.prompt_logprobs)
+    def sampled(self, handles: Int64s, tokens: Int32s) -> int:
+        """One token each for `handles`; returns the index of the first among all tokens so far."""
+        first = self._count
+        self._handles.append(handles)
+        self._tokens.append(tokens)
+        self._count += len(handles)
+        return first
 
     def take(self, step: int) -> StepOutputs:
         outputs = StepOutputs(
-            step, self.handles, self.tokens, self.logprobs, self.prompt_logprobs, self._admitted, self._finished
+            step,
+            _joined(self._handles, NO_HANDLES),
+            _joined(self._tokens, NO_TOKENS),
+            self.logprobs,
+            self.prompt_logprobs,
+            self._admitted,
+            self._finished,
         )
         self._clear()
         return outputs
 
 
+def _joined(parts: list[_Column], nothing: _Column) -> _Column:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else nothing
+
+
 def commit_rows(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
     c = scheduler.columns
-    slots = plan.slots.astype(np.int64)
     live = live_rows(scheduler, plan)
+    alive = int(np.count_nonzero(live))
+    if plan.decodes == alive == len(live) and not result.failed and not np.count_nonzero(c.mute):
+        ended = _commit_decodes(scheduler, plan, result)
+    else:
+        ended = _commit_some(scheduler, plan, result, live)
+    for sequence, reason, stop_id in ended:
+        scheduler.finish(sequence, reason, stop_id=stop_id)
+
+
+def _commit_decodes(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> _Ended:
+    """The common case: every row has one new token, and somebody to hear of it. It computed its last known position."""
+    c, slots = scheduler.columns, plan.slots
+    computed = plan.starts + 1
+    c.computed[slots] = computed
+    ended = _append_tokens(scheduler, slots, computed, plan.handles, result.tokens[:, 0], result.logprobs)
+    _publish(scheduler, slots, computed)
+    return ended
+
+
+def _commit_some(scheduler: Scheduler, plan: StepPlan, result: StepResult, live: Bools) -> _Ended:
+    c = scheduler.columns
     sampled = plan.samples > 0
-    scheduler.zombie_rows += int((~live & sampled).sum())
+    scheduler.zombie_rows += int(np.count_nonzero(~live & sampled))
     rows = np.flatnonzero(live)
-    slots = slots[rows]
-    c.pending[slots] -= sampled[rows]
+    slots = plan.slots[rows]
     heard = ~c.mute[slots]
     rows, slots = rows[heard], slots[heard]
     if result.failed:
@@ -70,13 +122,16 @@ def commit_rows(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Non
     if plan.prompt_logprobs:
         _take_prompt_logprobs(scheduler, plan, result)
     one = plan.samples[rows] == 1
-    ended = _append_tokens(scheduler, rows[one], slots[one], result)
+    told = rows[one]
+    logprobs = {i: result.logprobs[row] for i, row in enumerate(told.tolist()) if row in result.logprobs}
+    slots_one = slots[one]
+    tokens = result.tokens[told, 0]
+    ended = _append_tokens(scheduler, slots_one, c.known[slots_one], plan.handles[told], tokens, logprobs)
     if not plain.all():
         for row in rows[~plain].tolist():
             ended += _accept_drafts(scheduler, plan, row, result)
-    _publish(scheduler, slots)
-    for sequence, reason, stop_id in ended:
-        scheduler.finish(sequence, reason, stop_id=stop_id)
+    _publish(scheduler, slots, c.computed[slots])
+    return ended
 
 
 def live_rows(scheduler: Scheduler, plan: StepPlan) -> Bools:
@@ -88,23 +143,21 @@ def live_rows(scheduler: Scheduler, plan: StepPlan) -> Bools:
 _Ended = list[tuple["Sequence", FinishReason, int | None]]
 
 
-def _append_tokens(scheduler: Scheduler, rows: Int64s, slots: Int64s, result: StepResult) -> _Ended:
-    """The common case: one new token for each of `slots`."""
-    c, out = scheduler.columns, scheduler.outputs
-    tokens = result.tokens[rows, 0]
-    at = c.known[slots]
-    c.tokens[slots, at] = tokens
-    c.known[slots] = at + 1
-    base = len(out.handles)
-    out.handles.extend(c.handle[slots].tolist())
-    out.tokens.extend(tokens.tolist())
-    if result.logprobs:
-        for i, row in enumerate(rows.tolist()):
-            if row in result.logprobs:
-                out.logprobs[base + i] = result.logprobs[row]
-    stopped = (c.stop_ids[slots] == tokens[:, None]).any(axis=1) | c.many_stops[slots] | (at + 1 >= c.limit[slots])
+def _append_tokens(
+    scheduler: Scheduler,
+    slots: Int64s,
+    known: Int32s,
+    handles: Int64s,
+    tokens: Int32s,
+    logprobs: Mapping[int, Logprobs],
+) -> _Ended:
+    """One new token for each of `slots`, which know known[i] of them; `logprobs` by index into these."""
+    out = scheduler.outputs
+    first = out.sampled(handles, tokens)
+    for i, values in logprobs.items():
+        out.logprobs[first + i] = values
     ended: _Ended = []
-    for i in np.flatnonzero(stopped).tolist():
+    for i in scheduler.columns.append(slots, known, tokens).tolist():
         ended += _ending(scheduler, int(slots[i]), int(tokens[i]))
     return ended
 
@@ -134,18 +187,18 @@ def _accept_drafts(scheduler: Scheduler, plan: StepPlan, row: int, result: StepR
         token = int(result.tokens[row, i])
         c.tokens[slot, c.known[slot]] = token
         c.known[slot] += 1
-        if logprobs is not None:
-            out.logprobs[len(out.handles)] = Logprobs(
-                logprobs.ids[i : i + 1], logprobs.values[i : i + 1], logprobs.ranks[i : i + 1]
-            )
-        out.handles.append(int(c.handle[slot]))
-        out.tokens.append(token)
         kept += 1
         ended = _ending(scheduler, slot, token)
         if ended:
             break
+    first = out.sampled(np.full(kept, c.handle[slot]), result.tokens[row, :kept])
+    if logprobs is not None:
+        for i in range(kept):
+            one = slice(i, i + 1)
+            out.logprobs[first + i] = Logprobs(logprobs.ids[one], logprobs.values[one], logprobs.ranks[one])
     scheduler.accepted_tokens += max(0, kept - 1)
     c.drafting[slot] = False
+    c.expected[slot] = c.known[slot]
     assert sequence.lease is not None
     frontier = scheduler.cache.rollback(sequence.lease, start + kept, last_step=plan.step)
     c.scheduled[slot] = c.computed[slot] = frontier  # before start + kept where a state must be computed again
@@ -170,14 +223,16 @@ def _take_prompt_logprobs(scheduler: Scheduler, plan: StepPlan, result: StepResu
         scheduler.outputs.prompt_logprobs.append((sequence.request.handle, fresh))
 
 
-def _publish(scheduler: Scheduler, slots: Int64s) -> None:
-    """Tell the cache of every row that crossed a page border."""
+def _publish(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
+    """Tell the cache of the rows that it wants to hear of: some of those that crossed a page border."""
     c = scheduler.columns
-    due = slots[c.computed[slots] >= c.commit_at[slots]]
-    page = scheduler.page_tokens
-    for slot in due.tolist():
-        sequence = scheduler.at(slot)
-        assert sequence.lease is not None
-        computed = int(c.computed[slot])
-        scheduler.cache.commit(sequence.lease, computed, int(c.known[slot]), int(c.last_step[slot]))
-        c.commit_at[slot] = computed - computed % page + page
+    due = (computed >= c.commit_at[slots]).nonzero()[0]
+    if not len(due):
+        return
+    cache, at = scheduler.cache, []
+    slots = slots[due]
+    known, last = c.known[slots].tolist(), c.last_step[slots].tolist()
+    for lease, done, ids, last_step in zip(scheduler.leases(slots), computed[due].tolist(), known, last, strict=True):
+        cache.commit(lease, done, ids, last_step)
+        at.append(cache.next_commit(lease, done))
+    c.commit_at[slots] = at

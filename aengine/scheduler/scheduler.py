@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Iterable
 from operator import add
 
 import msgspec
 import numpy as np
 
 from aengine.memory import Fence
-from aengine.prefix_cache import Grown, PrefixCache
+from aengine.prefix_cache import Grown, Lease, PrefixCache, TablePart
 from aengine.scheduler.columns import Columns
 from aengine.scheduler.decode import plan_decodes
 from aengine.scheduler.drafts import Drafter
 from aengine.scheduler.media import MediaBook
+from aengine.scheduler.pacing import Pacer, observe
 from aengine.scheduler.plan_builder import PlanBuilder
 from aengine.scheduler.prefill import plan_prefills
 from aengine.scheduler.recurrent import has_state
@@ -59,7 +61,8 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 class Scheduler:
     """plan / commit over one prefix cache.
 
-    `max_seqs` slots; `budget_tokens` per step; `max_tokens` the longest sequence (prompt plus output).
+    `max_seqs` slots; `budget_tokens` per step; `max_tokens` the longest sequence (prompt plus output). `step_s`: what
+    a step with decode rows should take at most, in seconds on the device; 0: as long as it takes.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Scheduler:
         max_tokens: int,
         page_tokens: int = 16,
         drafter: Drafter | None = None,
+        step_s: float = 0.0,
     ) -> None:
         self.cache = cache
         self.columns = Columns(max_seqs, max_tokens)
@@ -82,11 +86,13 @@ class Scheduler:
         self._budget_tokens = budget_tokens
         self.page_tokens = page_tokens
         self.drafter = drafter
+        self.pacer = Pacer(step_s, page_tokens) if step_s else None
         self.recurrent = has_state(cache)
         self._step = 0
         self._in_flight: deque[StepPlan] = deque()
         self._by_handle: dict[int, Sequence] = {}
         self.by_slot: list[Sequence | None] = [None] * max_seqs
+        self.lease_of: list[Lease | None] = [None] * max_seqs
         self.free_slots = list(range(max_seqs - 1, -1, -1))
         self._slot_fence: Fence[int] = Fence()
         self.keys: list[tuple[int, int]] = []  # of running sequences, oldest first
@@ -148,6 +154,8 @@ class Scheduler:
         for handle in tainted:
             self._void(handle)
         commit_rows(self, plan, result)
+        if self.pacer is not None:
+            observe(self.pacer, plan, result.device_s)
         self._settle()
         return self.flush()
 
@@ -168,7 +176,7 @@ class Scheduler:
     def _untold(self, plan: StepPlan) -> list[int]:
         """Sequences without a row in a failed step whose set-up, pages or zeroing it carried: the device may not have
         heard of them, so they start again. (Whoever holds a page that it was to move is among them.)"""
-        slots = {setup.slot for setup in plan.setups} | {delta.slot for delta in plan.tables}
+        slots = {setup.slot for setup in plan.setups} | {slot for delta in plan.tables for slot in delta.slots.tolist()}
         slots |= {placed.slot for placed in plan.media}
         told = self.order.tolist() if plan.zero else sorted(slots)
         return [sequence.request.handle for slot in told if (sequence := self.by_slot[slot]) is not None]
@@ -226,12 +234,16 @@ class Scheduler:
         assert sequence.lease is not None
         start, known = int(c.scheduled[slot]), int(c.known[slot])
         grown = self.cache.grow(sequence.lease, upto, step, known, start=start, drafts=drafts)
-        for group, first, pages in grown.deltas:
-            if group not in self.media.groups:
-                self.tables.append(TableDelta(slot, group, first, pages))
+        self.tell(slot, grown.deltas)
         self.media.grown(slot, grown)
         c.capacity[slot] = sequence.lease.capacity_tokens
         return grown
+
+    def tell(self, slot: int, parts: Iterable[TablePart]) -> None:
+        """Table entries for the next plan. Pages of media items are placed, not tabulated."""
+        for group, first, pages in parts:
+            if group not in self.media.groups:
+                self.tables.append(TableDelta.run(slot, group, first, pages))
 
     def _make_room(self, sequence: Sequence, need: tuple[int, ...], build: PlanBuilder) -> bool:
         """Preempt younger sequences for `need` pages per group; True when some were freed at once.
@@ -269,7 +281,7 @@ class Scheduler:
         compaction = self.cache.compact(step, wanted)
         for lease, (group, first, pages) in compaction.tables:
             if group not in self.media.groups:
-                self.tables.append(TableDelta(self._by_handle[lease.handle].slot, group, first, pages))
+                self.tables.append(TableDelta.run(self._by_handle[lease.handle].slot, group, first, pages))
         for lease, group, item in compaction.items:
             sequence = self._by_handle[lease.handle]
             self.media.moved(sequence.slot, sequence.request, lease, group, item)
@@ -315,14 +327,20 @@ class Scheduler:
         c, slot = self.columns, sequence.slot
         last_step = int(c.last_step[slot])
         assert sequence.lease is not None
-        scheduled, known = int(c.scheduled[slot]), int(c.known[slot])
-        self.cache.release(sequence.lease, last_step=last_step, keep=keep, scheduled=scheduled, known=known)
+        self.cache.release(
+            sequence.lease,
+            last_step=last_step,
+            keep=keep,
+            scheduled=int(c.scheduled[slot]),
+            known=int(c.known[slot]),
+            computed=int(c.computed[slot]),
+        )
         c.vacate(slot)
         self.media.stop(slot)
         at = bisect.bisect_left(self.keys, sequence.key)
         del self.keys[at]
         self.order = np.delete(self.order, at)
-        self.by_slot[slot] = None
+        self.by_slot[slot] = self.lease_of[slot] = None
         sequence.slot, sequence.lease = -1, None
         if last_step <= self.retired:
             self.free_slots.append(slot)
@@ -366,6 +384,11 @@ class Scheduler:
         slots = self._slot_fence.retire(plan.step)
         self.free_slots.extend(slots)
         self.room_version += bool(slots)  # a fenced slot is a fenced release: its pages came back too
+
+    def leases(self, slots: Int64s) -> list[Lease]:
+        """Those of running sequences."""
+        lease_of = self.lease_of
+        return [lease_of[slot] for slot in slots.tolist()]
 
     def at(self, slot: int) -> Sequence:
         sequence = self.by_slot[slot]

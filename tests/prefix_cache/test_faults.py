@@ -82,8 +82,8 @@ def deltas_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def _silent_extend(rules, lease, run, pages, start, upto, step, parts):
     for page in pages:
-        run.append(page)
-    run.sent = len(run.table)
+        run.pages.append(page)
+    run.sent = len(run.pages)
     return len(run.pages) * rules.page
 
 

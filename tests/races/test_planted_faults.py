@@ -37,7 +37,7 @@ class TablesByReference(SimExecutor):
 
     def stage(self, plan: StepPlan) -> StepPlan:
         for delta in plan.tables:
-            self.tables[delta.group][delta.slot, delta.first : delta.first + len(delta.pages)] = delta.pages
+            self.tables[delta.group][delta.slots, delta.columns] = delta.pages
         for setup in plan.setups:
             self._setups[setup.slot] = setup
         return msgspec.structs.replace(plan, tables=(), setups=())

@@ -155,7 +155,7 @@ class HandScheduler:
                 first, needed = self.held[row.slot][group], -(-(row.start + row.count) // page)
                 if needed > first:
                     pages = tuple(self.free[group].pop() for _ in range(needed - first))
-                    deltas.append(TableDelta(row.slot, group, first, pages))
+                    deltas.append(TableDelta.run(row.slot, group, first, pages))
                     self.held[row.slot][group] = needed
         setups, self.setups = tuple(self.setups), []
         self.step += 1

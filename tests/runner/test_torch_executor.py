@@ -33,13 +33,13 @@ def test_pages_move_before_tables_and_rows(bench, Row, make_prompt):
     got = [int(bench.run(Row(0, 0, prompt, 1)).tokens[0, 0])]
     first = int(bench.executor._tables[0][0, 0])
     spare, other = bench.scheduler.free[0].pop(), bench.scheduler.free[0].pop()
-    told = (TableDelta(0, 0, 0, (spare,)),)
+    told = (TableDelta.run(0, 0, 0, (spare,)),)
     empty = replace(bench.scheduler.plan(), moves=(PageMove(0, first, spare),), tables=told)
     result = bench.executor.run(bench.executor.stage(empty))
     assert (result.step, len(result.counts), len(result.tokens)) == (empty.step, 0, 0)
     got.append(int(bench.run(Row(0, 9, None, 1)).tokens[0, 0]))
     plan = bench.scheduler.plan(Row(0, 10, None, 1))
-    told = (*plan.tables, TableDelta(0, 0, 0, (other,)))
+    told = (*plan.tables, TableDelta.run(0, 0, 0, (other,)))
     moving = replace(plan, moves=(PageMove(0, spare, other),), tables=told)
     got.append(int(bench.executor.run(bench.executor.stage(moving)).tokens[0, 0]))
     assert got == want

@@ -1,0 +1,82 @@
+"""Many leases in one call: what steady decode asks of the cache in every step.
+
+Owns: growing rows of one position each, over groups whose pages follow positions; when they publish.
+Does not know: slots, requests, how pages are chosen.
+Invariants: the same pages, tables and names as the verbs for one lease would give, group by group; `grow_rows` grows
+all rows or none; it never publishes: what a row writes is published when it has been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from aengine.memory.pool import Pool
+from aengine.memory.slabs import Page
+from aengine.prefix_cache.lease import Lease
+from aengine.prefix_cache.positional import PositionalRules
+
+NEVER = 2**31 - 1  # fits a column of int32
+PUBLISH_PAGES = 8  # generated pages named at a time; releasing a lease names what is left
+
+
+class RowParts(NamedTuple):
+    """New entries of one group's tables: of the row numbered rows[i], columns[i] is pages[i]."""
+
+    group: int
+    rows: list[int]
+    columns: list[int]
+    pages: list[int]
+
+
+def grow_rows(
+    pool: Pool, rules: Sequence[PositionalRules], leases: Sequence[Lease], starts: Sequence[int]
+) -> list[RowParts] | None:
+    """Make position starts[i] of leases[i], the first beyond its capacity, writable; None: pages are short."""
+    everybody = list(range(len(leases)))
+    lacking = [everybody if len(rules) == 1 else _lacking(rule, leases, starts) for rule in rules]
+    taken = pool.try_take([len(rows) for rows in lacking])
+    if taken is None:
+        return None
+    parts = []
+    for rule, rows, pages in zip(rules, lacking, taken, strict=True):
+        if not rows:
+            continue
+        these = leases if rows is everybody else [leases[row] for row in rows]
+        parts.append(RowParts(rule.index, rows, _extend_rows(rule, these, pages), [page.id for page in pages]))
+    if len(rules) > 1:
+        for lease in leases:
+            lease.capacity_tokens = min(len(lease.holds[rule.index].pages) * rule.page for rule in rules)
+    return parts
+
+
+def _lacking(rule: PositionalRules, leases: Sequence[Lease], starts: Sequence[int]) -> list[int]:
+    """Rows whose next position lies behind their last page."""
+    group, size = rule.index, rule.page
+    pairs = zip(leases, starts, strict=True)
+    return [row for row, (lease, start) in enumerate(pairs) if start >= len(lease.holds[group].pages) * size]
+
+
+def _extend_rows(rule: PositionalRules, leases: Sequence[Lease], pages: Sequence[Page]) -> list[int]:
+    """One page more for each lease, whose next position is the page's first; returns their table columns."""
+    group, size = rule.index, rule.page
+    columns = []
+    for lease, page in zip(leases, pages, strict=True):
+        run = lease.holds[group]
+        held = run.pages
+        at = len(held)
+        assert run.sent == at, f"{lease}: entries of its table were never told"
+        page.holder, page.index = lease.serial, at
+        held.append(page)
+        run.sent = at + 1
+        columns.append(at)
+        lease.tokens_ready = at * size + 1
+        lease.capacity_tokens = (at + 1) * size
+    return columns
+
+
+def next_commit(serial: int, computed: int, page_tokens: int) -> int:
+    """When a row of the usual model should publish again: after PUBLISH_PAGES pages, not all rows in the same step."""
+    stride = PUBLISH_PAGES * page_tokens
+    phase = ((serial * 0x9E3779B1 >> 16) % PUBLISH_PAGES) * page_tokens
+    return computed + stride - (computed - phase) % stride
