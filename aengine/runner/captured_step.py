@@ -119,6 +119,11 @@ class CapturedStep:
             f"{self._recording.bytes / 2**20:.0f} MiB of buffers"
         )
 
+    def hidden(self, tokens: int) -> Tensor:
+        """The last step's hidden states after the final norm [tokens, D]; the next step writes over them."""
+        states: Tensor = self._hidden[:tokens]
+        return states
+
     def _fill_arguments(self, page_tokens: dict[int, int]) -> None:
         """Addresses that never change; what does is set by `_set_rows` and `_set_points`."""
         at, state = self._columns, self._state
@@ -132,17 +137,17 @@ class CapturedStep:
         points = (at.point_tokens.data_ptr(), at.point_positions.ctypes.data, at.point_slots.ctypes.data)
         relay = state.relay.data_ptr()
         LAY_OUT_ARGS.pack_into(
-            self._lay_out, 0, *plan, at.given.ctypes.data, relay, self._tables.ctypes.data,
+            self._lay_out.data, 0, *plan, at.given.ctypes.data, relay, self._tables.ctypes.data,
             0, len(at.tables), self._input_vocab, at.ids.data_ptr(), at.positions.data_ptr(),
             at.row_offsets.data_ptr(), at.context.data_ptr(), *faults, *points,
         )  # fmt: skip
         SAMPLE_ARGS.pack_into(
-            self._sample, 0, self._logits.data_ptr(), 0, *self._logits.shape[1:], self._logits.stride(0),
+            self._sample.data, 0, self._logits.data_ptr(), 0, *self._logits.shape[1:], self._logits.stride(0),
             self._sampler.table.ctypes.data, points[2], points[1],
             at.sampled.ctypes.data, at.point_faults.ctypes.data, *NO_LOGPROBS,
         )  # fmt: skip
         SETTLE_ARGS.pack_into(
-            self._settle, 0, plan[0], plan[3], at.ids.data_ptr(), points[0], at.point_faults.ctypes.data,
+            self._settle.data, 0, plan[0], plan[3], at.ids.data_ptr(), points[0], at.point_faults.ctypes.data,
             at.sampled.ctypes.data, 0, 0, *faults, 0, 0, relay,
         )  # fmt: skip
 
@@ -211,7 +216,7 @@ class CapturedStep:
         if at.faults[row]:
             return
         first = int(at.row_offsets[row])
-        hidden = self._hidden[first : first + len(targets)]
+        hidden = self.hidden(first + len(targets))[first:]
         made = score_prompt(self._model, self._ops, self._sampler, hidden, targets, int(at.slots[row]))
         if isinstance(made, str):
             messages[row] = made
@@ -287,9 +292,7 @@ def _page_tokens(model: Model, kv: Sequence[LayerKV]) -> dict[int, int]:
     return {spec.group: kv[spec.layer].page_tokens for spec in model.attention}
 
 
-def _by_row(
-    points: dict[int, Logprobs], samples: Int32s, accepted: NDArray[np.int32]
-) -> dict[int, Logprobs]:
+def _by_row(points: dict[int, Logprobs], samples: Int32s, accepted: NDArray[np.int32]) -> dict[int, Logprobs]:
     """Those of the accepted points of each row that has any."""
     offsets, result = np.cumsum(samples) - samples, {}
     for row in np.flatnonzero(accepted).tolist():

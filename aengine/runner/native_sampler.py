@@ -50,7 +50,7 @@ class NativeSampler:
         slot, params = setup.slot, setup.sampling
         row = dict.fromkeys(SLOT.names or (), 0) | NEUTRAL
         row |= {"temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p}
-        row |= {"top_k": max(params.top_k, 0), "seed": seed_word(setup.seed)}
+        row |= {"top_k": max(params.top_k, 0), "seed": int(seed_word(setup.seed))}
         row["alternatives"] = -1 if params.logprobs is None else params.logprobs
         self._prompt_alternatives[slot] = params.prompt_logprobs or 0
         self._alternatives[slot] = row["alternatives"]
@@ -107,15 +107,11 @@ class NativeSampler:
     def sample(self, logits: Tensor, slots: Int32s, positions: Int64s) -> Sampled:
         """logits fp32 [N, V], slots [N], positions [N] of the sampled tokens."""
         slots, positions = np.ascontiguousarray(slots, np.int32), np.ascontiguousarray(positions, np.int64)
-        tokens, faults, logprobs = self._sampling.sample(
-            logits, self.table, slots, positions, self.alternatives(slots)
-        )
+        tokens, faults, logprobs = self._sampling.sample(logits, self.table, slots, positions, self.alternatives(slots))
         failed = {int(row): fault_message(int(faults[row])) for row in np.flatnonzero(faults)}
         return Sampled(tokens.astype(np.int64), self.pick_logprobs(logprobs, slots, failed), failed)
 
-    def pick_logprobs(
-        self, made: LogprobArrays | None, slots: Int32s, failed: Iterable[int]
-    ) -> dict[int, Logprobs]:
+    def pick_logprobs(self, made: LogprobArrays | None, slots: Int32s, failed: Iterable[int]) -> dict[int, Logprobs]:
         """Of each position whose slot wants them; slots [N]."""
         if made is None:
             return {}
@@ -127,7 +123,5 @@ class NativeSampler:
 
     def score(self, logits: Tensor, targets: Int32s, slot: int) -> Logprobs:
         """Log-probabilities of prompt tokens int32 [N] by logits fp32 [N, V], as the request in `slot` wants them."""
-        made = self._sampling.logprobs(
-            logits, np.ascontiguousarray(targets, np.int32), self._prompt_alternatives[slot]
-        )
+        made = self._sampling.logprobs(logits, np.ascontiguousarray(targets, np.int32), self._prompt_alternatives[slot])
         return Logprobs(made.ids, made.values, made.ranks)

@@ -4,9 +4,9 @@ Owns: the recording of operations instead of their execution, the memory of thei
 Does not know: what a model computes, steps, plans.
 Invariants: a recording is made with the largest sizes and again with others of each; every 8-byte member of an argument
 struct must be constant or rise evenly with one size, and what that predicts for sizes of two each must be what is
-recorded then (of one, torch writes other strides for the single row). So no list says which member of which operation counts rows, and a model or an operation that cannot be
-replayed is found out when it is recorded. Anything that reads a value or copies one outside of an operation raises
-NotCapturable, because it would not happen again in a replay.
+recorded then (of one, torch writes other strides for the single row). So no list says which member of which operation
+counts rows, and a model or an operation that cannot be replayed is found out when it is recorded. Anything that reads a
+value or copies one outside of an operation raises NotCapturable, because it would not happen again in a replay.
 
     forward(max sizes) -> calls, args        forward(fewer tokens) -> args, same calls
                              \\----- differences: args[i] = constant[i] + slope[i] * tokens
