@@ -191,7 +191,7 @@ class Plans:
                 samples = count  # drafts
             own = rng.integers(2, 90, 0 if relay else count)
             if rng.random() < 0.1 and not relay:
-                own[0] = self._model.vocab_size + 7
+                own[0] = self._model.vocab_size + 9
             if budget < count:
                 break
             if wants is not None and count > 1:
@@ -287,7 +287,7 @@ def test_a_step_beyond_what_was_captured_is_refused(ops: NativeOps) -> None:
         (lambda ops, x, batch: x * 2, "mul"),
         (lambda ops, x, batch: ops.scale(x, float(x[0, 0])), "__float__"),
         (lambda ops, x, batch: ops.scale(x, float(len(x))), "do not rise evenly"),
-        (lambda ops, x, batch: x if len(x) > 1 else ops.scale(x, 2.0), "not do the same operations"),
+        (lambda ops, x, batch: x if len(x) > 1 else ops.scale(x, 2.0), "recorded again it asks|not do the same"),
         (lambda ops, x, batch: ops.scale(x, float(batch.host_counts[0])), "host's row counts"),
         (lambda ops, x, batch: ops.add(x, x[:, ::2]), "contiguous"),
         (lambda ops, x, batch: x.add_(1), "add_"),

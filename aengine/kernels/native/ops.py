@@ -40,7 +40,7 @@ from aengine.kernels.native.library import (
 from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
 from aengine.kernels.reference_cross import cross_attention, write_items
 
-CODES = {torch.float32: 0, torch.bfloat16: 1}
+_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _SILU, _GELU_TANH = 0, 1
 
 
@@ -56,11 +56,15 @@ class PackedLinear:
     bias_address: int
 
 
-def _code(tensor: Tensor) -> int:
+def _code_of(dtype: torch.dtype) -> int:
     try:
-        return CODES[tensor.dtype]
+        return _CODES[dtype]
     except KeyError:
-        raise NotSupported(f"native kernels take float32 or bfloat16 tensors, not {tensor.dtype}") from None
+        raise NotSupported(f"native kernels take float32 or bfloat16 tensors, not {dtype}") from None
+
+
+def _code(tensor: Tensor) -> int:
+    return _code_of(tensor.dtype)
 
 
 def _dense_last(x: Tensor) -> Tensor:
@@ -84,13 +88,13 @@ def linear_args(
     packed = packed_linear(w)
     return LINEAR_ARGS.pack(
         x,
-        CODES[x_dtype],
+        _code_of(x_dtype),
         x_stride,
         packed.block.address,
         packed.dtype,
         packed.bias_address,
         y,
-        CODES[y_dtype],
+        _code_of(y_dtype),
         packed.out_features,
         rows,
         packed.in_features,
@@ -128,7 +132,7 @@ class NativeOps:
         if isinstance(linear.packed, PackedLinear):
             return linear
         weight = linear.weight
-        if weight.dtype not in CODES:
+        if weight.dtype not in _CODES:
             weight = weight.to(torch.float32)
         weight = _dense_last(weight)
         out_features, in_features = weight.shape
