@@ -124,6 +124,7 @@ class DeviceConfig:
     device: Literal["auto", "cpu", "sim"] = _setting("auto", "device; sim is a delayed device for tests")
     threads: int | None = _setting(None, "compute threads; unset: all cores")
     kernels: Literal["auto", "native", "reference"] = _setting("auto", "CPU kernels: compiled C, or plain torch")
+    capture: bool = _setting(True, "replay steps on native kernels as one call; off: one operation at a time")
     sim_step_s: float = _setting(0.0, "seconds a step takes on the sim device")
 
     def __post_init__(self) -> None:

@@ -41,6 +41,10 @@ class SlotMedia:
     def vacate(self, slot: int) -> None:
         self._slots[slot] = []
 
+    def seen_by(self, slots: Sequence[int]) -> bool:
+        """Whether a row in one of the slots sees an item."""
+        return any(self._slots[slot] for slot in slots)
+
     def place(self, placements: Sequence[MediaPlacement]) -> dict[int, str]:
         """Compute the items that come with an input, note what rows see. -> message by slot whose item failed.
 

@@ -69,6 +69,11 @@ class Sampler:
         logprobs = {} if raw is None else self._logprobs(raw, wanted, at, tokens, failed)
         return Sampled(tokens, logprobs, failed)
 
+    def score(self, logits: Tensor, targets: Int32s, slot: int) -> Logprobs:
+        """Log-probabilities of prompt tokens int32 [N] by logits fp32 [N, V], as the request in `slot` wants them."""
+        wanted = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
+        return make_logprobs(logits, wanted, max(0, int(self.slots.prompt_logprobs[slot])))
+
     def _apply_rules(self, at: _Positions, values: Tensor, ids: Tensor, failed: dict[int, str]) -> None:
         """Shape the logits of ruled rows and find their best tokens anew."""
         ruled = [row for row in np.nonzero(self.slots.ruled(at.slots, at.positions))[0].tolist() if row not in failed]

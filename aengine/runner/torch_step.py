@@ -1,11 +1,9 @@
 """A step of a torch model: inputs, forward, sampling, result.
 
-Owns: the device-side state by slot (block tables, the relay of last sampled tokens, sampling state) and the order in
-which a step changes it.
+Owns: what a step computes, one operation after another, and its order.
 Does not know: scheduling, text, what the ops are made of.
-Invariants: all state changes on the stream, in step order. A slot's relay holds -1 from its setup until a step samples
-for it, and after a failure; a row that reads -1 fails, as does one with an id outside the vocabulary, a row whose
-logits hold NaN, and a row with all tokens masked: alone, with a message. At most `LOGIT_ROWS` x V logits exist at once.
+Invariants: a row that reads -1 from the relay fails, as does one with an id outside the vocabulary, a row whose logits
+hold NaN, and a row with all tokens masked: alone, with a message. At most `LOGIT_ROWS` x V logits exist at once.
 
     zeroing, moves -> setups, table deltas -> ids (host or relay) -> forward -> prompt logprobs
                                      -> logits of sampled positions -> sampling -> drafts accepted -> relay
@@ -15,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, Ops, StepBatch
 from aengine.runner.batch import SamplePoints, Staged, Staging, Tokens, lay_out, sample_points
-from aengine.runner.logprobs import join_logprobs, make_logprobs
+from aengine.runner.logprobs import join_logprobs
 from aengine.runner.media import SlotMedia
 from aengine.runner.sampler import Sampled, Sampler
-from aengine.types import Int32s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult, TableDelta
+from aengine.runner.slot_state import POISON, SlotState
+from aengine.types import Int32s, Int64s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult
 
 # 256 x 49,152 x 4 B = 48 MiB; a 256k vocabulary takes 256 MiB.
 LOGIT_ROWS = 256
@@ -33,7 +33,16 @@ LOGIT_ROWS = 256
 PROMPT_LOGIT_ROWS = 64
 # Steps in flight (depth + 1, depth at most 2) and one being planned.
 STAGING_SETS = 4
-POISON = -1
+
+
+class AnySampler(Protocol):
+    """What a step needs of a sampler; see `Sampler`."""
+
+    def setup(self, setup: SlotSetup) -> None: ...
+
+    def sample(self, logits: Tensor, slots: Int32s, positions: Int64s) -> Sampled: ...
+
+    def score(self, logits: Tensor, targets: Int32s, slot: int) -> Logprobs: ...
 
 
 @dataclass(slots=True)
@@ -53,6 +62,7 @@ class TorchExecutor:
     `kv[l]` are the pages of the model's attention layer l; `table_columns[g]` is how many pages a sequence of
     `max_model_len` tokens has in group g; `max_num_seqs` is the number of slots. `zero` zeroes large pages of the
     arena, `move` copies small ones. `states[l]` are the pages of recurrent layer l, whose groups have 2 table columns.
+    `sampler` None: plain torch.
     """
 
     def __init__(
@@ -68,27 +78,21 @@ class TorchExecutor:
         zero: Callable[[Sequence[int]], None] | None = None,
         move: Callable[[Sequence[PageMove]], None] | None = None,
         states: Sequence[LayerState] = (),
+        sampler: AnySampler | None = None,
     ) -> None:
         self._model = model
-        self._zero_pages = zero
-        self._move_pages = move
-        self._lost: str | None = None
         self._ops = ops
         self._kv = tuple(kv)
         self._states = tuple(states)
         self._device = device or torch.device("cpu")
         self._staging = Staging(STAGING_SETS)
-        self._tables = tuple(self._zeros(max_num_seqs, columns) for columns in table_columns)
-        self._relay = self._zeros(max_num_seqs).fill_(POISON)
-        self._media: SlotMedia | None = None
         self._input_vocab = model.vocab_size
+        media = None
         if isinstance(model, MediaModel):
-            self._media = SlotMedia(model, ops, self._kv, max_num_seqs, self._device)
+            media = SlotMedia(model, ops, self._kv, max_num_seqs, self._device)
             self._input_vocab = model.input_vocab
-        self._sampler = Sampler(max_num_seqs, model.vocab_size, max_model_len, self._device)
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._sampler: AnySampler = sampler or Sampler(max_num_seqs, model.vocab_size, max_model_len, self._device)
+        self.state = SlotState(max_num_seqs, table_columns, self._device, self._sampler, media, zero, move)
 
     def stage(self, plan: StepPlan) -> Staged:
         return self._staging.stage(plan)
@@ -96,12 +100,17 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, staged: Staged) -> StepResult:
         try:
-            return self._run(staged)
+            self.state.apply(staged)
+            return self.compute(staged)
         finally:
-            self._staging.release(staged)
+            self.release(staged)
 
-    def _run(self, staged: Staged) -> StepResult:
-        self._apply(staged)
+    def release(self, staged: Staged) -> None:
+        """Let go of a step's staging set."""
+        self._staging.release(staged)
+
+    def compute(self, staged: Staged) -> StepResult:
+        """The step, once the slots' state is up to date."""
         tokens = lay_out(staged)
         width = max(1, int(staged.samples.max(initial=0)))
         rows = len(staged.slots)
@@ -125,40 +134,11 @@ class TorchExecutor:
             failed=outcome.failed,
         )
 
-    # ---- state by slot
-
-    def _apply(self, staged: Staged) -> None:
-        """Bring tables and slots up to date. If that fails, what is on the device is unknown: a later step could write
-        through a stale table, so none may run any more (the engine dies of it)."""
-        if self._lost is not None:
-            raise RuntimeError(f"the block tables are lost since {self._lost}")
-        try:
-            if staged.zero and self._zero_pages is not None:
-                self._zero_pages(staged.zero)
-            if staged.moves:
-                assert self._move_pages is not None, f"step {staged.step} moves pages of an executor that has none"
-                self._move_pages(staged.moves)
-            self._update_slots(staged.setups, staged.tables)
-        except BaseException as error:
-            self._lost = f"step {staged.step} failed with {error!r}"
-            raise
-
-    def _update_slots(self, setups: Sequence[SlotSetup], deltas: Sequence[TableDelta]) -> None:
-        for setup in setups:
-            self._relay[setup.slot] = POISON
-            for table in self._tables:
-                table[setup.slot] = 0
-            self._sampler.setup(setup)
-            if self._media is not None:
-                self._media.vacate(setup.slot)
-        for delta in deltas:
-            at = self._to_device(delta.slots), self._to_device(delta.columns)
-            self._tables[delta.group][at] = self._to_device(delta.pages)
-
     def _place_media(self, staged: Staged, outcome: _Outcome) -> None:
-        assert self._media is not None, f"step {staged.step} brings images to a model that takes none"
+        media = self.state.media
+        assert media is not None, f"step {staged.step} brings images to a model that takes none"
         slots = staged.slots.tolist()
-        for slot, message in self._media.place(staged.media).items():
+        for slot, message in media.place(staged.media).items():
             if slot in slots:
                 outcome.failed[slots.index(slot)] = message
 
@@ -167,19 +147,20 @@ class TorchExecutor:
     def _batch(self, staged: Staged, tokens: Tokens, outcome: _Outcome) -> StepBatch:
         slots = self._to_device(staged.slots)
         context = staged.starts + staged.counts
+        media = self.state.media
         counts, starts = tuple(staged.counts.tolist()), tuple(staged.starts.tolist())
         return StepBatch(
             ids=self._ids(staged, tokens, outcome),
             positions=self._to_device(tokens.positions.astype(np.int32)),
             row_offsets=self._to_device(tokens.offsets.astype(np.int32)),
             context=self._to_device(context),
-            tables=tuple(table.index_select(0, slots) for table in self._tables),
+            tables=tuple(table.index_select(0, slots) for table in self.state.tables),
             kv=self._kv,
             states=self._states,
             max_context=int(context.max(initial=0)),
             host_counts=counts,
             host_starts=starts,
-            cross=None if self._media is None else self._media.batch(staged.slots.tolist(), starts, counts),
+            cross=None if media is None else media.batch(staged.slots.tolist(), starts, counts),
         )
 
     def _ids(self, staged: Staged, tokens: Tokens, outcome: _Outcome) -> Tensor:
@@ -188,7 +169,7 @@ class TorchExecutor:
         relayed = np.nonzero(staged.relay)[0]
         if relayed.size:
             slots = self._to_device(staged.slots[relayed].astype(np.int64))
-            ids[self._to_device(tokens.offsets[relayed])] = self._relay[slots]
+            ids[self._to_device(tokens.offsets[relayed])] = self.state.relay[slots]
         unusable = (ids < 0) | (ids >= self._input_vocab)
         for token in unusable.nonzero().squeeze(1).tolist():
             row = int(tokens.rows[token])
@@ -207,21 +188,14 @@ class TorchExecutor:
     def _score_prompt(
         self, staged: Staged, tokens: Tokens, hidden: Tensor, row: int, targets: Int32s, outcome: _Outcome
     ) -> None:
-        """Log-probabilities of the row's targets, a few positions at a time."""
-        if targets.size and not 0 <= targets.min() <= targets.max() < self._model.vocab_size:
-            outcome.failed[row] = f"a prompt token id is outside the vocabulary of {self._model.vocab_size}"
-            return
-        k = max(0, int(self._sampler.slots.prompt_logprobs[staged.slots[row]]))
-        parts = []
-        for first in range(0, len(targets), PROMPT_LOGIT_ROWS):
-            wanted = self._to_device(targets[first : first + PROMPT_LOGIT_ROWS].astype(np.int64))
-            start = int(tokens.offsets[row]) + first
-            logits = self._model.logits(self._ops, hidden[start : start + len(wanted)])
-            parts.append(make_logprobs(logits, wanted, k))
-        if any(np.isnan(part.values).any() for part in parts):
-            outcome.failed[row] = "the model's logits of the prompt hold NaN"
-        elif parts:
-            outcome.prompt_logprobs[row] = join_logprobs(parts)
+        first = int(tokens.offsets[row])
+        scores = score_prompt(
+            self._model, self._ops, self._sampler, hidden[first : first + len(targets)], targets, int(staged.slots[row])
+        )
+        if isinstance(scores, str):
+            outcome.failed[row] = scores
+        elif scores is not None:
+            outcome.prompt_logprobs[row] = scores
 
     def _sample(self, staged: Staged, tokens: Tokens, hidden: Tensor, outcome: _Outcome) -> None:
         samples = staged.samples.copy()
@@ -256,8 +230,24 @@ class TorchExecutor:
         outcome.tokens[failed] = 0
         rows = np.nonzero(outcome.counts)[0]
         last = outcome.tokens[rows, outcome.counts[rows] - 1]
-        self._relay[self._to_device(staged.slots[rows].astype(np.int64))] = self._to_device(last)
-        self._relay[self._to_device(staged.slots[failed].astype(np.int64))] = POISON
+        self.state.relay[self._to_device(staged.slots[rows].astype(np.int64))] = self._to_device(last)
+        self.state.relay[self._to_device(staged.slots[failed].astype(np.int64))] = POISON
+
+
+def score_prompt(
+    model: Model, ops: Ops, sampler: AnySampler, hidden: Tensor, targets: Int32s, slot: int
+) -> Logprobs | str | None:
+    """Log-probabilities of targets [n] after hidden states [n, D], a few positions at a time; a message where they
+    cannot be told; None for no targets."""
+    if targets.size and not 0 <= targets.min() <= targets.max() < model.vocab_size:
+        return f"a prompt token id is outside the vocabulary of {model.vocab_size}"
+    parts = []
+    for first in range(0, len(targets), PROMPT_LOGIT_ROWS):
+        part = slice(first, first + PROMPT_LOGIT_ROWS)
+        parts.append(sampler.score(model.logits(ops, hidden[part]), targets[part], slot))
+    if any(np.isnan(part.values).any() for part in parts):
+        return "the model's logits of the prompt hold NaN"
+    return join_logprobs(parts) if parts else None
 
 
 def _settle_single_rows(points: SamplePoints, samples: Int32s, sampled: Sampled, outcome: _Outcome) -> None:

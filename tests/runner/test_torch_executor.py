@@ -241,7 +241,7 @@ def test_a_new_owner_gets_a_clean_table_and_its_own_sampling(bench, Row, make_pr
     bench.generate(0, make_prompt(30), 3, temperature=2.0, logit_bias={5: 100.0})
     prompt = make_prompt(6, seed=1)
     assert bench.generate(0, prompt, 5) == bench.model.dense_greedy(prompt, 5)
-    table = bench.executor._tables[0][0]
+    table = bench.executor.state.tables[0][0]
     assert (table[3:] == 0).all(), "entries that the row does not use are 0"
 
 

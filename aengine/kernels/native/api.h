@@ -15,10 +15,23 @@
 #include <stdint.h>
 
 #define AE_EXPORT __attribute__((visibility("default")))
-#define AE_ABI 2
+#define AE_ABI 3
 
 enum { AE_F32 = 0, AE_BF16 = 1 };
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
+/* What befell a row or a sampled position alone. */
+enum {
+    AE_FINE = 0,
+    AE_NO_RELAY,   /* its slot holds no sampled token to go on from */
+    AE_BAD_ID,     /* a token id outside the vocabulary */
+    AE_UNSAMPLED,  /* one of its positions could not be sampled */
+    AE_RAW_NAN,    /* the logits as they came: hold NaN */
+    AE_RAW_INF,
+    AE_RAW_MASKED, /* are minus infinity everywhere */
+    AE_RULED_NAN,  /* the same of the logits after the slot's rules */
+    AE_RULED_INF,
+    AE_RULED_MASKED
+};
 
 typedef struct ae_context ae_context;
 
@@ -111,24 +124,178 @@ typedef struct {
     const float *sinks; /* [heads] or NULL: the score of one more key, whose value is zero */
 } ae_attention_args;
 
-/* Per row of fp32 logits: argmax (first of equals) and log of the sum of exponentials. Either output may be NULL. */
+/* out = x * y, rows of `dim` elements; out contiguous. */
 typedef struct {
-    const float *logits;
-    int64_t rows, vocab, stride;
-    int32_t *best;
-    float *log_sum_exp;
-} ae_row_stats_args;
+    const void *x;
+    const void *y;
+    void *out;
+    int64_t dtype, rows, dim, x_stride, y_stride;
+} ae_mul_args;
 
-/* Per row of fp32 logits: a token by Gumbel noise with keys k0, k1; `best` is the row's argmax. */
+/* out = x * factors[position], x [rows, heads, head_dim] with strides; out contiguous. */
+typedef struct {
+    const void *x;
+    void *out;
+    const int32_t *positions;
+    const float *factors;
+    int64_t dtype, rows, heads, head_dim, stride_row, stride_head;
+} ae_scale_positions_args;
+
+/* out[i] = x[index[i]]: rows of `bytes` bytes, those of x `stride` bytes apart. */
+typedef struct {
+    const void *x;
+    const int64_t *index;
+    void *out;
+    int64_t rows, bytes, stride;
+} ae_take_args;
+
+/* out = x, but for out[index[i]] = y[i]; x and out [rows], y [put_rows], all of `bytes` bytes a row, contiguous. */
+typedef struct {
+    const void *x;
+    const int64_t *index;
+    const void *y;
+    void *out;
+    int64_t rows, put_rows, bytes;
+} ae_put_args;
+
+/* Causal convolution of ragged rows, channel by channel, going on from state pages [taps - 1, dim] (contiguous, pages
+ * `page_stride` apart); tables [rows, 2]: page read, page written. All rows read before any writes. weight fp32
+ * [taps, dim], bias fp32 [dim] or NULL; x and out [tokens, dim] contiguous; before: room for rows * (taps - 1) * dim. */
+typedef struct {
+    const void *x;
+    const float *weight;
+    const float *bias;
+    void *out;
+    void *before;
+    void *pages;
+    const int32_t *tables;
+    const int32_t *row_offsets;
+    int64_t dtype, page_dtype, page_stride, table_stride, rows, dim, taps;
+} ae_short_conv_args;
+
+/* The experts that the scores [rows, experts] choose for each row of x [rows, dim] (both contiguous, of `dtype`).
+ * gate_up[e], down[e]: what ae_linear takes, but for x, y and rows. scoring 0: softmax over the chosen scores, 1:
+ * sigmoid of each; weigh 0: the weight multiplies the input, 1: the output; activation 0: silu, 1: clamped.
+ * Workspaces: chosen int32 and weights fp32 [rows, top_k], members int32 [rows], gathered [rows, dim], wide
+ * [rows, 2 * ffn], active [rows, ffn], results [rows, dim], total fp32 [rows, dim]. */
+typedef struct {
+    const void *x;
+    const void *scores;
+    void *out;
+    const ae_linear_args *gate_up;
+    const ae_linear_args *down;
+    int32_t *chosen;
+    float *weights;
+    int32_t *members;
+    void *gathered;
+    void *wide;
+    void *active;
+    void *results;
+    float *total;
+    int64_t dtype, rows, dim, ffn, experts, top_k, scoring, weigh, activation;
+    double alpha, limit;
+} ae_mixture_args;
+
+/* A block table by slot [slots, columns] and its copy by row [rows, columns]; of a row only the columns of pages that
+ * its context reaches are copied, all of them where page_tokens is 0. */
+typedef struct {
+    const int32_t *by_slot;
+    int32_t *by_row;
+    int64_t columns, page_tokens;
+} ae_table;
+
+/* From a plan's columns to the inputs of a step. relay[slot] is the last token sampled for a slot, -1 for none; rows
+ * with `relayed` read it, the others take `given` ids in turn. Unusable ids become 0 and are told in faults, fault_ids
+ * [rows]. Points are the last samples[i] tokens of row i: index of the token, position and slot of what is sampled. */
+typedef struct {
+    const int32_t *slots;
+    const int32_t *starts;
+    const int32_t *counts;
+    const int32_t *samples;
+    const int32_t *relayed;
+    const int32_t *given;
+    const int32_t *relay;
+    const ae_table *tables;
+    int64_t rows, groups, vocab;
+    int32_t *ids;
+    int32_t *positions;
+    int32_t *row_offsets;
+    int32_t *context;
+    int32_t *faults;
+    int32_t *fault_ids;
+    int64_t *point_tokens;
+    int64_t *point_positions;
+    int32_t *point_slots;
+} ae_lay_out_args;
+
+/* How the request in a slot is sampled. Lists hold ids inside the vocabulary. History is indexed by position, or NULL:
+ * then there are no bad words and penalties. bad_words: per word its length and its tokens, two at least. */
+typedef struct {
+    double temperature, top_p, min_p;
+    int64_t top_k;
+    uint64_t seed;
+    int64_t alternatives; /* logprobs of so many best tokens, -1: no logprobs */
+    int64_t always_ruled, stops_until; /* positions below stops_until must not be one of `stops` */
+    const int32_t *allowed;
+    int64_t allowed_count; /* -1: all */
+    const int32_t *biased;
+    const float *bias;
+    int64_t biased_count;
+    const int32_t *bad;
+    int64_t bad_count;
+    const int32_t *bad_words;
+    int64_t bad_words_count;
+    const int32_t *stops;
+    int64_t stops_count;
+    int32_t *history;
+    int64_t history_count, prompt_tokens;
+    double repetition, frequency, presence;
+} ae_slot;
+
+/* One token for each of `rows` positions of slots, from raw logits fp32 [rows, vocab], which stay as they are.
+ * Log-probabilities of rows that want them: ids, values [rows, width], width > alternatives, chosen first; ranks. */
 typedef struct {
     const float *logits;
     int64_t rows, vocab, stride;
-    const int32_t *best;
-    const float *temperatures;
-    const uint32_t *k0;
-    const uint32_t *k1;
+    const ae_slot *table;
+    const int32_t *slots;
+    const int64_t *positions;
     int32_t *tokens;
-} ae_gumbel_args;
+    int32_t *faults;
+    int64_t width;
+    int32_t *ids;
+    float *values;
+    int32_t *ranks;
+} ae_sample_args;
+
+/* Log-probabilities of targets [rows] and of the `alternatives` best tokens, from raw logits: as above. */
+typedef struct {
+    const float *logits;
+    int64_t rows, vocab, stride, alternatives;
+    const int32_t *targets;
+    int64_t width;
+    int32_t *ids;
+    float *values;
+    int32_t *ranks;
+} ae_logprobs_args;
+
+/* From sampled points to rows: drafts are kept up to the first that differs from what was sampled; the relay gets a
+ * row's last token, -1 where it failed (faults, from ae_lay_out or set since, or a fault of one of its points, whose
+ * number then stands in fault_ids). accepted [rows], out [rows, width]. */
+typedef struct {
+    const int32_t *slots;
+    const int32_t *samples;
+    const int32_t *ids;
+    const int64_t *point_tokens;
+    const int32_t *point_faults;
+    const int32_t *tokens;
+    int64_t rows, width;
+    int32_t *faults;
+    int32_t *fault_ids;
+    int32_t *out;
+    int32_t *accepted;
+    int32_t *relay;
+} ae_settle_args;
 
 /* One operation of a recorded program; `args` points to the struct the operation takes. */
 typedef struct {
@@ -144,8 +311,16 @@ enum {
     AE_OP_GLU,
     AE_OP_ROPE,
     AE_OP_ATTENTION,
-    AE_OP_ROW_STATS,
-    AE_OP_GUMBEL,
+    AE_OP_MUL,
+    AE_OP_SCALE_POSITIONS,
+    AE_OP_TAKE,
+    AE_OP_PUT,
+    AE_OP_SHORT_CONV,
+    AE_OP_MIXTURE,
+    AE_OP_LAY_OUT,
+    AE_OP_SAMPLE,
+    AE_OP_LOGPROBS,
+    AE_OP_SETTLE,
     AE_OP_COUNT
 };
 
@@ -171,8 +346,19 @@ AE_EXPORT int ae_add(ae_context *, const ae_add_args *);
 AE_EXPORT int ae_glu(ae_context *, const ae_glu_args *);
 AE_EXPORT int ae_rope(ae_context *, const ae_rope_args *);
 AE_EXPORT int ae_attention(ae_context *, const ae_attention_args *);
-AE_EXPORT int ae_row_stats(ae_context *, const ae_row_stats_args *);
-AE_EXPORT int ae_gumbel(ae_context *, const ae_gumbel_args *);
+AE_EXPORT int ae_mul(ae_context *, const ae_mul_args *);
+AE_EXPORT int ae_scale_positions(ae_context *, const ae_scale_positions_args *);
+AE_EXPORT int ae_take(ae_context *, const ae_take_args *);
+AE_EXPORT int ae_put(ae_context *, const ae_put_args *);
+AE_EXPORT int ae_short_conv(ae_context *, const ae_short_conv_args *);
+AE_EXPORT int ae_mixture(ae_context *, const ae_mixture_args *);
+AE_EXPORT int ae_lay_out(ae_context *, const ae_lay_out_args *);
+AE_EXPORT int ae_sample(ae_context *, const ae_sample_args *);
+AE_EXPORT int ae_logprobs(ae_context *, const ae_logprobs_args *);
+AE_EXPORT int ae_settle(ae_context *, const ae_settle_args *);
+
+/* The number of an operation in a program, by its name ("linear"); -1: there is none. */
+AE_EXPORT int64_t ae_operation(const char *name);
 AE_EXPORT int ae_program_run(ae_context *, const ae_call *, int64_t count);
 
 #endif

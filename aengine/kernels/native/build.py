@@ -24,8 +24,8 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 
-_COMMON_UNITS = ("pool.c", "context.c")
-_KERNEL_UNITS = ("gemm.c", "attention.c", "elementwise.c", "rowstats.c", "gumbel.c", "table.c")
+_COMMON_UNITS = ("pool.c", "context.c", "step.c")
+_KERNEL_UNITS = ("gemm.c", "attention.c", "elementwise.c", "recurrent.c", "mixture.c", "sample.c", "table.c")
 # Contraction off: sums and products are fused only where the source says so (see simd.h).
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 _SETS: dict[str, tuple[str, ...]] = {

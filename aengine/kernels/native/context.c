@@ -153,8 +153,34 @@ AE_OPERATION(add, ctx->kernels->add)
 AE_OPERATION(glu, ctx->kernels->glu)
 AE_OPERATION(rope, ctx->kernels->rope)
 AE_OPERATION(attention, ctx->kernels->attention)
-AE_OPERATION(row_stats, ctx->kernels->row_stats)
-AE_OPERATION(gumbel, ctx->kernels->gumbel)
+AE_OPERATION(mul, ctx->kernels->mul)
+AE_OPERATION(scale_positions, ctx->kernels->scale_positions)
+AE_OPERATION(take, ae_run_take)
+AE_OPERATION(put, ae_run_put)
+AE_OPERATION(short_conv, ctx->kernels->short_conv)
+AE_OPERATION(mixture, ctx->kernels->mixture)
+AE_OPERATION(lay_out, ae_run_lay_out)
+AE_OPERATION(sample, ctx->kernels->sample)
+AE_OPERATION(logprobs, ctx->kernels->logprobs)
+AE_OPERATION(settle, ae_run_settle)
+
+int64_t ae_operation(const char *name)
+{
+    static const char *const names[AE_OP_COUNT] = {
+        [AE_OP_LINEAR] = "linear",         [AE_OP_EMBED] = "embed",
+        [AE_OP_RMS_NORM] = "rms_norm",     [AE_OP_ADD] = "add",
+        [AE_OP_GLU] = "glu",               [AE_OP_ROPE] = "rope",
+        [AE_OP_ATTENTION] = "attention",   [AE_OP_MUL] = "mul",
+        [AE_OP_TAKE] = "take",             [AE_OP_SCALE_POSITIONS] = "scale_positions",
+        [AE_OP_PUT] = "put",               [AE_OP_SHORT_CONV] = "short_conv",
+        [AE_OP_MIXTURE] = "mixture",       [AE_OP_LAY_OUT] = "lay_out",
+        [AE_OP_SAMPLE] = "sample",         [AE_OP_LOGPROBS] = "logprobs",
+        [AE_OP_SETTLE] = "settle",
+    };
+    for (int64_t op = 0; op < AE_OP_COUNT; op++)
+        if (names[op] && strcmp(names[op], name) == 0) return op;
+    return -1;
+}
 
 static int run_one(ae_context *ctx, const ae_call *call)
 {
@@ -167,8 +193,16 @@ static int run_one(ae_context *ctx, const ae_call *call)
     case AE_OP_GLU: return k->glu(ctx, call->args);
     case AE_OP_ROPE: return k->rope(ctx, call->args);
     case AE_OP_ATTENTION: return k->attention(ctx, call->args);
-    case AE_OP_ROW_STATS: return k->row_stats(ctx, call->args);
-    case AE_OP_GUMBEL: return k->gumbel(ctx, call->args);
+    case AE_OP_MUL: return k->mul(ctx, call->args);
+    case AE_OP_SCALE_POSITIONS: return k->scale_positions(ctx, call->args);
+    case AE_OP_TAKE: return ae_run_take(ctx, call->args);
+    case AE_OP_PUT: return ae_run_put(ctx, call->args);
+    case AE_OP_SHORT_CONV: return k->short_conv(ctx, call->args);
+    case AE_OP_MIXTURE: return k->mixture(ctx, call->args);
+    case AE_OP_LAY_OUT: return ae_run_lay_out(ctx, call->args);
+    case AE_OP_SAMPLE: return k->sample(ctx, call->args);
+    case AE_OP_LOGPROBS: return k->logprobs(ctx, call->args);
+    case AE_OP_SETTLE: return ae_run_settle(ctx, call->args);
     default: return AE_BAD_CALL;
     }
 }

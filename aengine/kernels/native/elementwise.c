@@ -4,26 +4,13 @@
  * computed in a full vector or in the padded last one; both do the same operations, and rows are never cut between
  * threads. Threads are woken only for work of some 10 us.
  */
+#include "elementwise.h"
 #include "internal.h"
-#include "simd.h"
 
 #include <math.h>
 
 /* Elements one thread handles in about 5 us. */
 #define AE_GRAIN 16384
-
-AE_INLINE vf get_vec(const void *p, int64_t i, int64_t n, int bf16)
-{
-    return n >= AE_VL ? vf_get(p, i, bf16) : vf_get_part(p, i, (int)n, bf16);
-}
-
-AE_INLINE void put_vec(void *p, int64_t i, int64_t n, vf v, int bf16)
-{
-    if (n >= AE_VL)
-        vf_put(p, i, v, bf16);
-    else
-        vf_put_part(p, i, (int)n, v, bf16);
-}
 
 /* x + residual is stored first and read back, so that the norm sees what the next layer will see. */
 AE_INLINE void norm_row(const ae_rms_norm_args *a, int64_t row, const int bf16, const int w_bf16)
@@ -103,16 +90,6 @@ int AE_FN(add)(ae_context *ctx, const ae_add_args *a)
     return AE_OK;
 }
 
-/* silu(x) = x / (1 + e^-x). gelu_tanh(x) = x (1 + tanh u) / 2 = x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3):
- * the same form, and free of the cancellation of 1 + tanh u at negative u. */
-AE_INLINE vf gate(vf x, const int act)
-{
-    const vf one = vf_set1(1.0f);
-    if (act == 0) return x / (one + vf_exp(-x));
-    const vf u = x * vf_fma(x * x, vf_set1(0.044715f * 1.5957691216f), vf_set1(1.5957691216f));
-    return x / (one + vf_exp(-u));
-}
-
 AE_INLINE void glu_row(const ae_glu_args *a, int64_t row, const int bf16, const int act)
 {
     const int64_t f = a->features, from = row * a->stride, out = row * f;
@@ -171,5 +148,50 @@ int AE_FN(rope)(ae_context *ctx, const ae_rope_args *a)
 {
     const int64_t work = a->rows * a->heads * a->head_dim;
     ae_pool_run(ctx->pool, rope_part, (void *)a, (int)ae_min(ae_parts(ctx, work, AE_GRAIN), a->rows));
+    return AE_OK;
+}
+
+AE_INLINE void mul_row(const ae_mul_args *a, int64_t row, const int bf16)
+{
+    const int64_t n = a->dim, x = row * a->x_stride, y = row * a->y_stride, out = row * n;
+    for (int64_t i = 0; i < n; i += AE_VL)
+        put_vec(a->out, out + i, n - i, get_vec(a->x, x + i, n - i, bf16) * get_vec(a->y, y + i, n - i, bf16), bf16);
+}
+
+static void mul_part(void *arg, int part, int parts)
+{
+    const ae_mul_args *a = arg;
+    for (int64_t r = a->rows * part / parts; r < a->rows * (part + 1) / parts; r++)
+        a->dtype == AE_BF16 ? mul_row(a, r, 1) : mul_row(a, r, 0);
+}
+
+int AE_FN(mul)(ae_context *ctx, const ae_mul_args *a)
+{
+    ae_pool_run(ctx->pool, mul_part, (void *)a, (int)ae_min(ae_parts(ctx, a->rows * a->dim, AE_GRAIN), a->rows));
+    return AE_OK;
+}
+
+AE_INLINE void scale_row(const ae_scale_positions_args *a, int64_t row, const int bf16)
+{
+    const int64_t n = a->head_dim;
+    const vf factor = vf_set1(a->factors[a->positions[row]]);
+    for (int64_t h = 0; h < a->heads; h++) {
+        const int64_t from = row * a->stride_row + h * a->stride_head, out = (row * a->heads + h) * n;
+        for (int64_t i = 0; i < n; i += AE_VL)
+            put_vec(a->out, out + i, n - i, get_vec(a->x, from + i, n - i, bf16) * factor, bf16);
+    }
+}
+
+static void scale_part(void *arg, int part, int parts)
+{
+    const ae_scale_positions_args *a = arg;
+    for (int64_t r = a->rows * part / parts; r < a->rows * (part + 1) / parts; r++)
+        a->dtype == AE_BF16 ? scale_row(a, r, 1) : scale_row(a, r, 0);
+}
+
+int AE_FN(scale_positions)(ae_context *ctx, const ae_scale_positions_args *a)
+{
+    const int64_t work = a->rows * a->heads * a->head_dim;
+    ae_pool_run(ctx->pool, scale_part, (void *)a, (int)ae_min(ae_parts(ctx, work, AE_GRAIN), a->rows));
     return AE_OK;
 }

@@ -37,9 +37,19 @@ typedef struct {
     int (*glu)(ae_context *, const ae_glu_args *);
     int (*rope)(ae_context *, const ae_rope_args *);
     int (*attention)(ae_context *, const ae_attention_args *);
-    int (*row_stats)(ae_context *, const ae_row_stats_args *);
-    int (*gumbel)(ae_context *, const ae_gumbel_args *);
+    int (*mul)(ae_context *, const ae_mul_args *);
+    int (*scale_positions)(ae_context *, const ae_scale_positions_args *);
+    int (*short_conv)(ae_context *, const ae_short_conv_args *);
+    int (*mixture)(ae_context *, const ae_mixture_args *);
+    int (*sample)(ae_context *, const ae_sample_args *);
+    int (*logprobs)(ae_context *, const ae_logprobs_args *);
 } ae_kernels;
+
+/* Copies and index arithmetic, the same for every instruction set (step.c). */
+int ae_run_take(ae_context *, const ae_take_args *);
+int ae_run_put(ae_context *, const ae_put_args *);
+int ae_run_lay_out(ae_context *, const ae_lay_out_args *);
+int ae_run_settle(ae_context *, const ae_settle_args *);
 
 struct ae_context {
     const ae_kernels *kernels;

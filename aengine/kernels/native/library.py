@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-ABI = 2
+ABI = 3
 
 # One entry per args struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
@@ -27,14 +27,27 @@ ADD_ARGS = Struct("PPPqqd")
 GLU_ARGS = Struct("PPqqqqq")
 ROPE_ARGS = Struct("PPPPPqqqqqqq")
 ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqddP")
-ROW_STATS_ARGS = Struct("PqqqPP")
-GUMBEL_ARGS = Struct("PqqqPPPPP")
+MUL_ARGS = Struct("PPPqqqqq")
+SCALE_POSITIONS_ARGS = Struct("PPPPqqqqqq")
+TAKE_ARGS = Struct("PPPqqq")
+PUT_ARGS = Struct("PPPPqqq")
+SHORT_CONV_ARGS = Struct("PPPPPPPPqqqqqqq")
+MIXTURE_ARGS = Struct("PPPPPPPPPPPPPqqqqqqqqqdd")
+TABLE = Struct("PPqq")
+LAY_OUT_ARGS = Struct("PPPPPPPPqqqPPPPPPPPP")
+SAMPLE_ARGS = Struct("PqqqPPPPPqPPP")
+LOGPROBS_ARGS = Struct("PqqqqPqPPP")
+SETTLE_ARGS = Struct("PPPPPPqqPPPPP")
 CALL = Struct("qP")
 
 Operation = Callable[[bytes], int]
 """Takes a packed args struct, returns a status (0: done)."""
 
-OPERATIONS = ("pack", "linear", "embed", "rms_norm", "add", "glu", "rope", "attention", "row_stats", "gumbel")
+# What can stand in a program.
+OPERATIONS = (
+    "linear", "embed", "rms_norm", "add", "glu", "rope", "attention", "mul", "scale_positions", "take", "put",
+    "short_conv", "mixture", "lay_out", "sample", "logprobs", "settle",
+)  # fmt: skip
 _ALIGNMENT = 64
 _CHUNK_BYTES = 32 * 2**20
 _MESSAGES = {1: "out of memory for scratch buffers", 2: "unknown operation in a program"}
@@ -64,7 +77,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     _declare(library, "ae_free", None, ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_packed_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3)
     _declare(library, "ae_program_run", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-    for name in OPERATIONS:
+    _declare(library, "ae_operation", ctypes.c_int64, ctypes.c_char_p)
+    for name in ("pack", *OPERATIONS):
         # A bytes object goes over as the address of its content, which is the args struct.
         _declare(library, f"ae_{name}", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
     return library
@@ -108,6 +122,18 @@ class Context:
     def operation(self, name: str) -> Operation:
         """The function `ae_<name>` with this context bound."""
         return partial(getattr(self.library, f"ae_{name}"), self.handle)
+
+    def operation_number(self, name: str) -> int:
+        """What stands for `ae_<name>` in a program's calls."""
+        number: int = self.library.ae_operation(name.encode())
+        if number < 0:
+            raise OSError(f"operation {name!r} cannot stand in a program")
+        return number
+
+    def run_program(self, calls: int, count: int) -> int:
+        """Run `count` packed CALLs at address `calls` in order, up to the first that fails; its status."""
+        status: int = self.library.ae_program_run(self.handle, calls, count)
+        return status
 
     def packed_bytes(self, dtype: int, in_features: int, out_features: int) -> int:
         size: int = self.library.ae_packed_bytes(self.handle, dtype, in_features, out_features)

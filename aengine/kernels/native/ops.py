@@ -16,16 +16,22 @@ import torch
 from torch import Tensor
 
 from aengine.errors import NotSupported
+from aengine.kernels.native.experts import PackedExperts
 from aengine.kernels.native.library import (
     ADD_ARGS,
     ATTENTION_ARGS,
     EMBED_ARGS,
     GLU_ARGS,
     LINEAR_ARGS,
+    MUL_ARGS,
     OPERATIONS,
     PACK_ARGS,
+    PUT_ARGS,
     RMS_NORM_ARGS,
     ROPE_ARGS,
+    SCALE_POSITIONS_ARGS,
+    SHORT_CONV_ARGS,
+    TAKE_ARGS,
     Block,
     Context,
     WeightMemory,
@@ -33,8 +39,6 @@ from aengine.kernels.native.library import (
 )
 from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
 from aengine.kernels.reference_cross import cross_attention, write_items
-from aengine.kernels.reference_mixture import mixture
-from aengine.kernels.reference_state import ShortConv
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 _SILU, _GELU_TANH = 0, 1
@@ -52,11 +56,15 @@ class PackedLinear:
     bias_address: int
 
 
-def _code(tensor: Tensor) -> int:
+def _code_of(dtype: torch.dtype) -> int:
     try:
-        return _CODES[tensor.dtype]
+        return _CODES[dtype]
     except KeyError:
-        raise NotSupported(f"native kernels take float32 or bfloat16 tensors, not {tensor.dtype}") from None
+        raise NotSupported(f"native kernels take float32 or bfloat16 tensors, not {dtype}") from None
+
+
+def _code(tensor: Tensor) -> int:
+    return _code_of(tensor.dtype)
 
 
 def _dense_last(x: Tensor) -> Tensor:
@@ -65,6 +73,33 @@ def _dense_last(x: Tensor) -> Tensor:
 
 def _int32(x: Tensor) -> Tensor:
     return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+
+
+def packed_linear(w: Linear) -> PackedLinear:
+    if not isinstance(w.packed, PackedLinear):
+        raise TypeError("this weight was not prepared by NativeOps.prepare")
+    return w.packed
+
+
+def linear_args(
+    w: Linear, x: int, x_dtype: torch.dtype, x_stride: int, y: int, y_dtype: torch.dtype, rows: int
+) -> bytes:
+    """Packed arguments of `ae_linear`: x, y are addresses; y's rows are dense."""
+    packed = packed_linear(w)
+    return LINEAR_ARGS.pack(
+        x,
+        _code_of(x_dtype),
+        x_stride,
+        packed.block.address,
+        packed.dtype,
+        packed.bias_address,
+        y,
+        _code_of(y_dtype),
+        packed.out_features,
+        rows,
+        packed.in_features,
+        packed.out_features,
+    )
 
 
 class NativeOps:
@@ -76,7 +111,7 @@ class NativeOps:
         self._memory = WeightMemory(context.library)
         self._pack = context.operation("pack")
         self._operations = {name: context.operation(name) for name in OPERATIONS}
-        self._short_conv = ShortConv()
+        self._experts: dict[int, PackedExperts] = {}
 
     def set_threads(self, threads: int) -> None:
         """Takes effect before the next operation; changes no bit of any result."""
@@ -117,29 +152,12 @@ class NativeOps:
         return self._project(x, w, torch.float32)
 
     def _project(self, x: Tensor, w: Linear, dtype: torch.dtype) -> Tensor:
-        packed = w.packed
-        if not isinstance(packed, PackedLinear):
-            raise TypeError("this weight was not prepared by NativeOps.prepare")
         x = _dense_last(x)
         rows, in_features = x.shape
-        if in_features != packed.in_features:
-            raise ValueError(f"x has {in_features} features, the weight takes {packed.in_features}")
-        y = self._new((rows, packed.out_features), dtype)
-        args = LINEAR_ARGS.pack(
-            x.data_ptr(),
-            _code(x),
-            x.stride(0),
-            packed.block.address,
-            packed.dtype,
-            packed.bias_address,
-            y.data_ptr(),
-            _CODES[dtype],
-            packed.out_features,
-            rows,
-            in_features,
-            packed.out_features,
-        )
-        self._run("linear", args)
+        if in_features != packed_linear(w).in_features:
+            raise ValueError(f"x has {in_features} features, the weight takes {packed_linear(w).in_features}")
+        y = self._new((rows, w.out_features), dtype)
+        self._run("linear", linear_args(w, x.data_ptr(), x.dtype, x.stride(0), y.data_ptr(), dtype, rows))
         return y
 
     # ---- rows and elements ----
@@ -205,12 +223,27 @@ class NativeOps:
         return out
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
-        """Plain torch: one multiplication per element, so bitwise batch-invariant as it is."""
-        return x * y
+        x, y = _dense_last(x), _dense_last(y)
+        out = self._new(x.shape, x.dtype)
+        args = MUL_ARGS.pack(
+            x.data_ptr(), y.data_ptr(), out.data_ptr(), _code(x), *x.shape, x.stride(0), y.stride(0)
+        )  # fmt: skip
+        self._run("mul", args)
+        return out
 
     def short_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: StateSpec, batch: StepBatch) -> Tensor:
-        """Plain torch, element by element in a fixed order, so bitwise batch-invariant as it is."""
-        return self._short_conv(x, weight, bias, spec, batch)
+        x = x.contiguous()
+        taps, dim = weight.shape
+        pages, tables = batch.states[spec.layer].parts[0], batch.tables[spec.group]
+        rows = batch.context.shape[0]
+        out, before = self._new(x.shape, x.dtype), self._new((rows, taps - 1, dim), x.dtype)
+        args = SHORT_CONV_ARGS.pack(
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), before.data_ptr(),
+            pages.data_ptr(), tables.data_ptr(), batch.row_offsets.data_ptr(),
+            _code(x), _code(pages), pages.stride(0), tables.stride(0), rows, dim, taps,
+        )  # fmt: skip
+        self._run("short_conv", args)
+        return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated(gate_up, _SILU)
@@ -253,12 +286,30 @@ class NativeOps:
         return out
 
     def scale_positions(self, x: Tensor, positions: Tensor, factors: Tensor) -> Tensor:
-        """Plain torch: one multiplication per query element, in few layers of few models."""
-        return (x.float() * factors[positions].view(-1, 1, 1)).to(x.dtype)
+        x, positions = _dense_last(x), _int32(positions)
+        rows, heads, head_dim = x.shape
+        out = self._new(x.shape, x.dtype)
+        args = SCALE_POSITIONS_ARGS.pack(
+            x.data_ptr(), out.data_ptr(), positions.data_ptr(), factors.data_ptr(),
+            _code(x), rows, heads, head_dim, x.stride(0), x.stride(1),
+        )  # fmt: skip
+        self._run("scale_positions", args)
+        return out
 
     def mixture(self, x: Tensor, scores: Tensor, experts: Experts) -> Tensor:
-        """The experts' linears run natively; choosing, activation and sum are plain torch."""
-        return mixture(self, x, scores, experts)
+        x, scores = x.contiguous(), scores.contiguous()
+        packed = self._experts.get(id(experts))
+        if packed is None or packed.experts is not experts or packed.dtype is not x.dtype:
+            tables = (self._pack_experts(linears, x.dtype) for linears in (experts.gate_up, experts.down))
+            packed = self._experts[id(experts)] = PackedExperts(experts, x.dtype, *tables)
+        workspaces = [self._new((len(x), *shape), dtype) for shape, dtype in packed.workspaces]
+        out = self._new(x.shape, x.dtype)
+        args = packed.args(x.data_ptr(), scores.data_ptr(), out.data_ptr(), _code(x), len(x), workspaces)
+        self._run("mixture", args)
+        return out
+
+    def _pack_experts(self, linears: Sequence[Linear], dtype: torch.dtype) -> bytes:
+        return b"".join(linear_args(w, 0, dtype, packed_linear(w).in_features, 0, dtype, 0) for w in linears)
 
     def cross_attention(self, q: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
         """Plain torch, one token at a time: its shape, and so its bits, then depend on no other token of the step."""
@@ -270,10 +321,24 @@ class NativeOps:
         write_items(k, v, kv, pages)
 
     def take(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return x.index_select(0, tokens)
+        x, tokens = _dense_last(x), tokens.contiguous()
+        out = self._new((len(tokens), x.shape[1]), x.dtype)
+        size = x.element_size()
+        args = TAKE_ARGS.pack(
+            x.data_ptr(), tokens.data_ptr(), out.data_ptr(), len(tokens), x.shape[1] * size, x.stride(0) * size
+        )  # fmt: skip
+        self._run("take", args)
+        return out
 
     def put(self, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
-        return x.index_copy(0, tokens, y)
+        x, tokens, y = x.contiguous(), tokens.contiguous(), y.contiguous()
+        out = self._new(x.shape, x.dtype)
+        args = PUT_ARGS.pack(
+            x.data_ptr(), tokens.data_ptr(), y.data_ptr(), out.data_ptr(),
+            len(x), len(tokens), x.shape[1] * x.element_size(),
+        )  # fmt: skip
+        self._run("put", args)
+        return out
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None

@@ -9,8 +9,12 @@ int AE_FN(add)(ae_context *, const ae_add_args *);
 int AE_FN(glu)(ae_context *, const ae_glu_args *);
 int AE_FN(rope)(ae_context *, const ae_rope_args *);
 int AE_FN(attention)(ae_context *, const ae_attention_args *);
-int AE_FN(row_stats)(ae_context *, const ae_row_stats_args *);
-int AE_FN(gumbel)(ae_context *, const ae_gumbel_args *);
+int AE_FN(mul)(ae_context *, const ae_mul_args *);
+int AE_FN(scale_positions)(ae_context *, const ae_scale_positions_args *);
+int AE_FN(short_conv)(ae_context *, const ae_short_conv_args *);
+int AE_FN(mixture)(ae_context *, const ae_mixture_args *);
+int AE_FN(sample)(ae_context *, const ae_sample_args *);
+int AE_FN(logprobs)(ae_context *, const ae_logprobs_args *);
 
 #define AE_STRING2(x) #x
 #define AE_STRING(x) AE_STRING2(x)
@@ -25,6 +29,10 @@ const ae_kernels AE_FN(ae_kernels) = {
     .glu = AE_FN(glu),
     .rope = AE_FN(rope),
     .attention = AE_FN(attention),
-    .row_stats = AE_FN(row_stats),
-    .gumbel = AE_FN(gumbel),
+    .mul = AE_FN(mul),
+    .scale_positions = AE_FN(scale_positions),
+    .short_conv = AE_FN(short_conv),
+    .mixture = AE_FN(mixture),
+    .sample = AE_FN(sample),
+    .logprobs = AE_FN(logprobs),
 };

@@ -1,0 +1,84 @@
+"""The device-side state of all slots: block tables, the relay of last sampled tokens, sampling state, media.
+
+Owns: that state, and how a step's set-ups and table deltas change it.
+Does not know: models, what a step computes, scheduling.
+Invariants: changes on the stream only, in step order, before the step computes. A slot's relay holds -1 from its setup
+until a step samples for it, and after a failure. If a change fails, what is on the device is unknown and no later
+step may run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aengine.runner.batch import Staged
+from aengine.runner.media import SlotMedia
+from aengine.types import PageMove, SlotSetup, TableDelta
+
+POISON = -1
+
+
+class HasSetup(Protocol):
+    """What sampling state must offer."""
+
+    def setup(self, setup: SlotSetup) -> None: ...
+
+
+class SlotState:
+    """`table_columns[g]` is the width of a block table of group g; `zero` zeroes large pages of the arena, `move`
+    copies small ones."""
+
+    def __init__(
+        self,
+        slots: int,
+        table_columns: Sequence[int],
+        device: torch.device,
+        sampler: HasSetup,
+        media: SlotMedia | None,
+        zero: Callable[[Sequence[int]], None] | None,
+        move: Callable[[Sequence[PageMove]], None] | None,
+    ) -> None:
+        self._device, self._sampler, self._zero_pages, self._move_pages = device, sampler, zero, move
+        self.media = media
+        self.tables = tuple(self._zeros(slots, columns) for columns in table_columns)
+        self.relay = self._zeros(slots).fill_(POISON)
+        self._lost: str | None = None
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+    def apply(self, staged: Staged) -> None:
+        """Bring tables and slots up to date. If that fails, a later step could write through a stale table, so none may
+        run any more (the engine dies of it)."""
+        if self._lost is not None:
+            raise RuntimeError(f"the block tables are lost since {self._lost}")
+        try:
+            if staged.zero and self._zero_pages is not None:
+                self._zero_pages(staged.zero)
+            if staged.moves:
+                assert self._move_pages is not None, f"step {staged.step} moves pages of an executor that has none"
+                self._move_pages(staged.moves)
+            self._update_slots(staged.setups, staged.tables)
+        except BaseException as error:
+            self._lost = f"step {staged.step} failed with {error!r}"
+            raise
+
+    def _update_slots(self, setups: Sequence[SlotSetup], deltas: Sequence[TableDelta]) -> None:
+        for setup in setups:
+            self.relay[setup.slot] = POISON
+            for table in self.tables:
+                table[setup.slot] = 0
+            self._sampler.setup(setup)
+            if self.media is not None:
+                self.media.vacate(setup.slot)
+        for delta in deltas:
+            at = self._to_device(delta.slots), self._to_device(delta.columns)
+            self.tables[delta.group][at] = self._to_device(delta.pages)
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
