@@ -167,7 +167,9 @@ class Plans:
         first = 1 + slot * (LENGTH // PAGE)
         pages = tuple(range(first, first + LENGTH // PAGE))
         deltas = [
-            TableDelta(slot, group, 0, pages) for group in range(self._groups) if not spec_is_cross(self._model, group)
+            TableDelta.run(slot, group, 0, pages)
+            for group in range(self._groups)
+            if not spec_is_cross(self._model, group)
         ]
         return SlotSetup(slot, slot, 4, params, rules, int(self._rng.integers(2**62)), history), deltas
 
@@ -198,7 +200,7 @@ class Plans:
                 targets[len(columns)] = rng.integers(0, 90, count - 1).astype(np.int32)
             if self._stateful:
                 page = 1 + 2 * slot
-                tables.append(TableDelta(slot, self._groups, 0, (page if self._length[slot] else 0, page)))
+                tables.append(TableDelta.run(slot, self._groups, 0, (page if self._length[slot] else 0, page)))
             columns.append((slot, self._length[slot], count, samples, relay))
             ids += own.tolist()
             budget -= count

@@ -31,7 +31,7 @@ def test_pages_move_before_tables_and_rows(bench, Row, make_prompt):
     want = bench.model.dense_greedy(prompt, 3)
     bench.admit(0, prompt)
     got = [int(bench.run(Row(0, 0, prompt, 1)).tokens[0, 0])]
-    first = int(bench.executor._tables[0][0, 0])
+    first = int(bench.executor.state.tables[0][0, 0])
     spare, other = bench.scheduler.free[0].pop(), bench.scheduler.free[0].pop()
     told = (TableDelta.run(0, 0, 0, (spare,)),)
     empty = replace(bench.scheduler.plan(), moves=(PageMove(0, first, spare),), tables=told)
