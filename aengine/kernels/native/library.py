@@ -16,11 +16,15 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-ABI = 2
+ABI = 3
 
-# One entry per args struct of api.h, in its order of members.
+# One entry per struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
 PACK_ARGS = Struct("PqqPqq")
+SEGMENT = Struct("PPPqqqq")
+QUANTISED = Struct("qP")
+PACK_QUANTISED_ARGS = Struct("PPPPqq")
+EMBED_PACKED_ARGS = Struct("PqPPqqqq")
 EMBED_ARGS = Struct("PqPPqq")
 RMS_NORM_ARGS = Struct("PPPPPqqqqqqqd")
 ADD_ARGS = Struct("PPPqqd")
@@ -34,10 +38,13 @@ CALL = Struct("qP")
 Operation = Callable[[bytes], int]
 """Takes a packed args struct, returns a status (0: done)."""
 
-OPERATIONS = ("pack", "linear", "embed", "rms_norm", "add", "glu", "rope", "attention", "row_stats", "gumbel")
+OPERATIONS = (
+    "pack", "pack_quantised", "linear", "embed", "embed_packed", "rms_norm", "add", "glu", "rope", "attention",
+    "row_stats", "gumbel",
+)  # fmt: skip
 _ALIGNMENT = 64
 _CHUNK_BYTES = 32 * 2**20
-_MESSAGES = {1: "out of memory for scratch buffers", 2: "unknown operation in a program"}
+_MESSAGES = {1: "out of memory for scratch buffers", 2: "unknown operation, or an index out of range"}
 
 
 class NativeError(RuntimeError):
@@ -63,6 +70,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     _declare(library, "ae_alloc", ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_free", None, ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_packed_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3)
+    _declare(library, "ae_codes_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3)
+    _declare(library, "ae_scale_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 5)
     _declare(library, "ae_program_run", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
     for name in OPERATIONS:
         # A bytes object goes over as the address of its content, which is the args struct.
@@ -111,6 +120,14 @@ class Context:
 
     def packed_bytes(self, dtype: int, in_features: int, out_features: int) -> int:
         size: int = self.library.ae_packed_bytes(self.handle, dtype, in_features, out_features)
+        return size
+
+    def codes_bytes(self, bits: int, in_features: int, out_features: int) -> int:
+        size: int = self.library.ae_codes_bytes(self.handle, bits, in_features, out_features)
+        return size
+
+    def scale_bytes(self, bits: int, group: int, scale_dtype: int, in_features: int, out_features: int) -> int:
+        size: int = self.library.ae_scale_bytes(self.handle, bits, group, scale_dtype, in_features, out_features)
         return size
 
 
