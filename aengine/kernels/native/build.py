@@ -25,11 +25,13 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 
 _COMMON_UNITS = ("pool.c", "context.c")
-_KERNEL_UNITS = ("gemm.c", "quantised.c", "quantised_pack.c", "attention.c", "elementwise.c", "rowstats.c", "gumbel.c", "table.c")
+_KERNEL_UNITS = (
+    "quantised.c", "attention.c", "gemm.c", "quantised_pack.c", "elementwise.c", "rowstats.c", "gumbel.c", "table.c",
+)  # fmt: skip
 # Contraction off: sums and products are fused only where the source says so (see simd.h).
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
-_SETS: dict[str, tuple[str, ...]] = {
+SETS: dict[str, tuple[str, ...]] = {
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -116,7 +118,7 @@ def _find_compiler(compiler: str | None) -> str | None:
 
 def _units(sets: Sequence[str]) -> tuple[_Unit, ...]:
     kernels = [
-        _Unit(source, f"{source}.{name}.o", (*_SETS[name], f"-DAE_ISA={name}"))
+        _Unit(source, f"{source}.{name}.o", (*SETS[name], f"-DAE_ISA={name}"))
         for source in _KERNEL_UNITS
         for name in sets
     ]

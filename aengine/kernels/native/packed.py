@@ -120,7 +120,9 @@ class _Segment:
             group = -(-size_in // _UNIT) * _UNIT
         elif group % _UNIT:
             if group % 16:
-                raise NotSupported(f"groups of {group} in rows of {size_in}: native kernels take multiples of 16, or rows")
+                raise NotSupported(
+                    f"groups of {group} in rows of {size_in}: native kernels take multiples of 16 or rows"
+                )
             group, repeat = 16, group // 16
         values = [part.scale] if part.minimum is None else [part.scale, part.minimum]
         if repeat > 1:

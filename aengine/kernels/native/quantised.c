@@ -12,18 +12,20 @@
 #include "quantised.h"
 #include "store.h"
 
-/* Most rows of a tile; a tile has 1, 2, 4 .. of them. Where products come out of the instruction set, 16 registers hold 4
- * rows x 2 integer sums, two vectors of codes, one of x and one product. */
+/* Rows of tiles, rising. Where products come out of the instruction set, AVX2's 16 registers hold 6 rows x 2 integer sums,
+ * two vectors of codes, one of x and one product. */
 #if AE_VL == 16 && AE_FAST_STEP
 #define AE_QR 8
 #define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(4) CASE(8)
 #elif AE_FAST_STEP
-#define AE_QR 4
-#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(4)
+#define AE_QR 6
+#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(4) CASE(6)
 #else
 #define AE_QR 2
 #define AE_EACH_QR(CASE) CASE(1) CASE(2)
 #endif
+#define QR_ENTRY(MR) MR,
+static const int tile_rows[] = {AE_EACH_QR(QR_ENTRY)};
 
 /* Activations of one block, bytes: half of a 512 KiB second-level cache. */
 #define AE_BLOCK_BYTES (256 * 1024)
@@ -312,7 +314,7 @@ AE_EACH_QR(SPLIT_TILES)
 #define TILE_ENTRIES(MR)                                                                                              \
     {{{tile_AE_NIBBLES_0_0_##MR, tile_AE_NIBBLES_0_1_##MR}, {SPLIT_ENTRY(0, MR), SPLIT_ENTRY(1, MR)}},                \
      {{tile_AE_BYTES_0_0_##MR, tile_AE_BYTES_0_1_##MR}, {tile_AE_BYTES_1_0_##MR, tile_AE_BYTES_1_1_##MR}}},
-/* [log2 of rows][kind][8 bits][groups of 16] */
+/* [as in tile_rows][kind][8 bits][groups of 16] */
 static const code_tile_fn code_tiles[][2][2][2] = {AE_EACH_QR(TILE_ENTRIES)};
 
 /* ---- the product ---- */
@@ -399,11 +401,12 @@ static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, 
         b = taken_apart(&b, s, a->in_features, scratch);
         kind = AE_BYTES;
     }
+    int size = (int)(sizeof tile_rows / sizeof *tile_rows) - 1;
     for (int64_t done = 0, mr; done < rows; done += mr) {
-        const int log_mr = 31 - __builtin_clz((unsigned)ae_min(AE_QR, rows - done));
-        mr = 1 << log_mr;
+        while (tile_rows[size] > rows - done) size--;
+        mr = tile_rows[size];
         if (apart) fetch(next, bytes * done / rows, bytes * (done + mr) / rows);
-        code_tiles[log_mr][kind][s->bits == 8][s->group == 16](&b, job->x + (row + done) * job->units, job->units, sums);
+        code_tiles[size][kind][s->bits == 8][s->group == 16](&b, job->x + (row + done) * job->units, job->units, sums);
         for (int64_t i = 0; i < mr; i++) store_row(a, row + done + i, first_out + panel * wide, width, sums + i * wide);
     }
 }
