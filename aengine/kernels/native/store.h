@@ -5,11 +5,17 @@
 #include "internal.h"
 #include "simd.h"
 
+/* Where output `out` of a row stands, in bytes from y. */
+static inline int64_t output_at(const ae_linear_args *a, int64_t row, int64_t out)
+{
+    return (row * a->y_stride + out) * ae_dtype_bytes(a->y_dtype);
+}
+
 /* Outputs [out, out + width) of one row, from fp32 sums at c (readable up to a whole vector). */
 static inline void store_row(const ae_linear_args *a, int64_t row, int64_t out, int64_t width, const float *c)
 {
     const int y_bf16 = a->y_dtype == AE_BF16;
-    char *to = (char *)a->y + (row * a->y_stride + out) * ae_dtype_bytes(a->y_dtype);
+    char *to = (char *)a->y + output_at(a, row, out);
     for (int64_t i = 0; i < width; i += AE_VL) {
         const int n = (int)ae_min(AE_VL, width - i);
         vf v = vf_load(c + i);
