@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,18 +110,26 @@ class Limits:
         return float(self._library.limit_gops(self._pool, kind))
 
 
-class FixedOutputs(NativeOps):
-    """Outputs in memory that is written again and again, as in a captured step: no allocator in the figures."""
+class Calls(NativeOps):
+    """Keeps what would be called, with outputs in memory that is written again and again, as a captured step does."""
 
     def __init__(self, ops: NativeOps) -> None:
         super().__init__(ops.context)
         self._kept: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self.last: Callable[[], int] = lambda: 0
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         key = (tuple(shape), dtype)
         if key not in self._kept:
             self._kept[key] = torch.zeros(key[0], dtype=dtype)
         return self._kept[key]
+
+    def _run(self, name: str, args: bytes) -> None:
+        self.last = partial(self._operations[name], args)
+
+    def linear_call(self, x: torch.Tensor, w: Linear) -> Callable[[], int]:
+        self.linear(x, w)
+        return self.last
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class Measured:
 
 
 def measure(
-    ops: NativeOps,
+    ops: Calls,
     weights: list[Linear],
     rows: int,
     seconds: float,
@@ -149,13 +158,14 @@ def measure(
 ) -> Measured:
     """All weights in turn, again and again: the least time of each, summed."""
     x = {w.weight.shape[1]: torch.randn(rows, w.weight.shape[1]) for w in weights}
+    calls = [ops.linear_call(x[w.weight.shape[1]], w) for w in weights]
     least, limits = [float("inf")] * len(weights), []
     end = time.perf_counter() + seconds
     for turn in itertools.count():
-        for index, w in enumerate(weights):
+        for index, call in enumerate(calls):
             limits.append(limit())
             began = clock()
-            ops.linear(x[w.weight.shape[1]], w)
+            call()
             least[index] = min(least[index], clock() - began)
         if turn and time.perf_counter() > end:
             break
@@ -178,7 +188,7 @@ def main() -> int:
     if isinstance(loaded, Unavailable):
         print(loaded.reason)
         return 1
-    ops, limits = FixedOutputs(loaded), Limits(loaded, options.threads)
+    ops, limits = Calls(loaded), Limits(loaded, options.threads)
     report = Report(
         "kernels_cpu",
         f"1 row reads at {ONE_ROW_LIMIT:.0%} of memory's rate, {MANY_ROWS} compute at {MANY_ROWS_LIMIT:.0%} of peak",

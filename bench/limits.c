@@ -6,7 +6,7 @@
 
 #include <time.h>
 
-enum { CHAINS = 12, ROUNDS = 20000, AHEAD = 2048 };
+enum { CHAINS = 12, ROUNDS = 20000 };
 
 typedef struct {
     const char *data;
@@ -26,7 +26,6 @@ static void read_part(void *arg, int part, int parts)
     const int64_t line = 8 * 4 * AE_VL, lines = j->bytes / line;
     vu s[8] = {{0}};
     for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; i++) {
-        for (int k = 0; k < line; k += 64) __builtin_prefetch(j->data + i * line + AHEAD + k, 0, 2);
         AE_UNROLL
         for (int k = 0; k < 8; k++) s[k] |= *(const vu_mem *)(j->data + i * line + k * 4 * AE_VL);
     }
