@@ -20,14 +20,19 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* Two streams side by side: the hardware's prefetchers follow each, and one alone reads a fifth less. */
 static void read_part(void *arg, int part, int parts)
 {
     job *j = arg;
-    const int64_t line = 8 * 4 * AE_VL, lines = j->bytes / line;
+    const int64_t line = 4 * 4 * AE_VL, lines = j->bytes / 2 / line;
+    const char *one = j->data, *two = j->data + lines * line;
     vu s[8] = {{0}};
     for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; i++) {
         AE_UNROLL
-        for (int k = 0; k < 8; k++) s[k] |= *(const vu_mem *)(j->data + i * line + k * 4 * AE_VL);
+        for (int k = 0; k < 4; k++) {
+            s[k] |= *(const vu_mem *)(one + i * line + k * 4 * AE_VL);
+            s[4 + k] |= *(const vu_mem *)(two + i * line + k * 4 * AE_VL);
+        }
     }
     for (int k = 1; k < 8; k++) s[0] |= s[k];
     if (s[0][0] == 0x12345678) j->sink = 1;
