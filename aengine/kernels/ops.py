@@ -185,11 +185,16 @@ class Ops(Protocol):
     name: str
 
     def prepare(self, linear: Linear) -> Linear:
-        """Repack a weight once at load; `linear` accepts the result. May drop `weight`'s storage."""
+        """Repack a weight once at load; `linear`, `logits` and `embed` accept the result. May drop `weight`'s storage,
+        keeps nothing of `parts`."""
         ...
 
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        """table [V, D], ids int32 [T] -> [T, D]."""
+    def embed(self, table: Tensor | Linear, ids: Tensor) -> Tensor:
+        """table [V, D], ids int32 [T] -> [T, D].
+
+        A `Linear` that was prepared gives its rows exactly as they were, rounded once to its weight's dtype, so that a
+        tied embedding and output head are one weight.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

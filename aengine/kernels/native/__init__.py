@@ -21,8 +21,9 @@ def load_native_ops(
 ) -> NativeOps | Unavailable:
     """Build (or find) the kernels under `cache_dir` and open them with `threads` threads.
 
-    `isa`: "avx512", "avx2", "portable" or None for the best this machine has. `compiler`: a program name or path;
-    None tries cc, gcc, clang. Takes some seconds the first time (8 s of processor time), 20 to 60 ms after that.
+    `isa`: "avx512vnni", "avx512", "avx2", "portable" or None for the best this machine has. `compiler`: a program name
+    or path; None tries cc, gcc, clang. Takes some seconds the first time (11 s of processor time), 20 to 60 ms after
+    that.
     """
     built = build(cache_dir, isas=None if isa is None else (isa,), compiler=compiler)
     if isinstance(built, Unavailable):

@@ -17,7 +17,7 @@
 #define AE_EXPORT __attribute__((visibility("default")))
 #define AE_ABI 3
 
-enum { AE_F32 = 0, AE_BF16 = 1 };
+enum { AE_F32 = 0, AE_BF16 = 1, AE_F16 = 2, AE_QUANTISED = 3 };
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
 /* What befell a row or a sampled position alone. */
 enum {
@@ -35,7 +35,24 @@ enum {
 
 typedef struct ae_context ae_context;
 
-/* y[r, o] = sum over i of x[r, i] * weight[o, i] + bias[o]; `weight` packed by ae_pack, bias fp32 or NULL. */
+/* Some outputs of a quantised weight: value = scale * code + minimum, one scale and minimum per `group` inputs (16 or a
+ * multiple of 32). Filled in by ae_pack_quantised, which says how the arrays lie. */
+typedef struct {
+    void *codes;
+    void *scale;
+    void *minimum; /* NULL: zero */
+    int64_t bits, group, scale_dtype; /* 4 or 8; scale and minimum fp32 or fp16 */
+    int64_t out_features;
+} ae_segment;
+
+/* A weight of dtype AE_QUANTISED: its outputs are those of the segments, one after another. */
+typedef struct {
+    int64_t count;
+    const ae_segment *segments;
+} ae_quantised;
+
+/* y[r, o] = sum over i of x[r, i] * weight[o, i] + bias[o]; bias fp32 or NULL. `weight` is packed by ae_pack, or, if
+ * weight_dtype is AE_QUANTISED, an ae_quantised: x is then rounded to 8 bits per row and 32 inputs (see quantised.h). */
 typedef struct {
     const void *x;
     int64_t x_dtype, x_stride;
@@ -54,6 +71,25 @@ typedef struct {
     void *packed;
     int64_t in_features, out_features;
 } ae_pack_args;
+
+/* codes [out, in] with rows `stride` bytes apart, uint8 0 .. 15 or int8; scale, minimum [out, ceil(in / group)] of
+ * segment->scale_dtype -> the arrays of `segment`, which have the bytes that ae_codes_bytes and ae_scale_bytes tell. */
+typedef struct {
+    const void *codes;
+    const void *scale;
+    const void *minimum;
+    const ae_segment *segment;
+    int64_t stride, in_features;
+} ae_pack_quantised_args;
+
+/* out[t] = row ids[t] of a weight packed for ae_linear, as it was before packing, rounded once to out_dtype. */
+typedef struct {
+    const void *weight;
+    int64_t weight_dtype;
+    const int32_t *ids;
+    void *out;
+    int64_t out_dtype, rows, in_features, out_features;
+} ae_embed_packed_args;
 
 /* out[t] = table[ids[t]], both of `dtype`. */
 typedef struct {
@@ -321,10 +357,11 @@ enum {
     AE_OP_SAMPLE,
     AE_OP_LOGPROBS,
     AE_OP_SETTLE,
+    AE_OP_EMBED_PACKED,
     AE_OP_COUNT
 };
 
-/* isa: "avx512", "avx2", "portable", or NULL for the best this machine has. NULL when it lacks `isa` or memory. */
+/* isa: "avx512vnni", "avx512", "avx2", "portable", or NULL for the best this machine has. NULL when it lacks `isa` or memory. */
 AE_EXPORT ae_context *ae_context_create(const char *isa, int threads);
 AE_EXPORT void ae_context_destroy(ae_context *);
 AE_EXPORT const char *ae_context_isa(const ae_context *);
@@ -339,8 +376,15 @@ AE_EXPORT void ae_free(void *, int64_t bytes);
 AE_EXPORT int64_t ae_packed_bytes(const ae_context *, int64_t dtype, int64_t in_features, int64_t out_features);
 AE_EXPORT int ae_pack(ae_context *, const ae_pack_args *);
 
+/* Bytes of a segment's codes; of its scale (the minimum has as many) when `scale_dtype` is AE_F32 or AE_F16. */
+AE_EXPORT int64_t ae_codes_bytes(const ae_context *, int64_t bits, int64_t in_features, int64_t out_features);
+AE_EXPORT int64_t ae_scale_bytes(const ae_context *, int64_t bits, int64_t group, int64_t scale_dtype,
+                                 int64_t in_features, int64_t out_features);
+AE_EXPORT int ae_pack_quantised(ae_context *, const ae_pack_quantised_args *);
+
 AE_EXPORT int ae_linear(ae_context *, const ae_linear_args *);
 AE_EXPORT int ae_embed(ae_context *, const ae_embed_args *);
+AE_EXPORT int ae_embed_packed(ae_context *, const ae_embed_packed_args *);
 AE_EXPORT int ae_rms_norm(ae_context *, const ae_rms_norm_args *);
 AE_EXPORT int ae_add(ae_context *, const ae_add_args *);
 AE_EXPORT int ae_glu(ae_context *, const ae_glu_args *);

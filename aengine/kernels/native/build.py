@@ -25,17 +25,28 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 
 _COMMON_UNITS = ("pool.c", "context.c", "step.c")
-_KERNEL_UNITS = ("gemm.c", "attention.c", "elementwise.c", "recurrent.c", "mixture.c", "sample.c", "table.c")
+_KERNEL_UNITS = (
+    "quantised.c", "attention.c", "gemm.c", "quantised_pack.c", "elementwise.c", "recurrent.c", "mixture.c",
+    "sample.c", "table.c",
+)  # fmt: skip
 # Contraction off: sums and products are fused only where the source says so (see simd.h).
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
-_SETS: dict[str, tuple[str, ...]] = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma"),
-    "avx2": ("-mavx2", "-mfma"),
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
+SETS: dict[str, tuple[str, ...]] = {
+    "avx512vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512": _AVX512,
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "portable": (),
-    # 16 lanes made of two AVX2 vectors: runs what avx512 compiles to on machines without it. For tests only.
-    "wide": ("-mavx2", "-mfma", "-DAE_VL=16"),
+    # 16 lanes made of two AVX2 vectors: runs what avx512vnni compiles on machines without it. For tests only.
+    "wide": ("-mavx2", "-mfma", "-mf16c", "-DAE_VL=16"),
 }
-_CPU_FLAGS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"}, "avx2": {"avx2", "fma"}}
+_AVX2_FLAGS = {"avx2", "fma", "f16c"}
+_AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", *_AVX2_FLAGS}
+_CPU_FLAGS = {
+    "avx512vnni": {"avx512_vnni", *_AVX512_FLAGS},
+    "avx512": _AVX512_FLAGS,
+    "avx2": _AVX2_FLAGS,
+}
 _TIMEOUT_S = 120.0
 
 
@@ -108,7 +119,7 @@ def _find_compiler(compiler: str | None) -> str | None:
 
 def _units(sets: Sequence[str]) -> tuple[_Unit, ...]:
     kernels = [
-        _Unit(source, f"{source}.{name}.o", (*_SETS[name], f"-DAE_ISA={name}"))
+        _Unit(source, f"{source}.{name}.o", (*SETS[name], f"-DAE_ISA={name}"))
         for source in _KERNEL_UNITS
         for name in sets
     ]

@@ -14,8 +14,11 @@
 #endif
 
 /* The build defines AE_HAVE_x for every set it compiled; the best stands first. */
-extern const ae_kernels ae_kernels_avx512, ae_kernels_avx2, ae_kernels_portable, ae_kernels_wide;
+extern const ae_kernels ae_kernels_avx512vnni, ae_kernels_avx512, ae_kernels_avx2, ae_kernels_portable, ae_kernels_wide;
 static const ae_kernels *const compiled[] = {
+#if defined(AE_HAVE_avx512vnni)
+    &ae_kernels_avx512vnni,
+#endif
 #if defined(AE_HAVE_avx512)
     &ae_kernels_avx512,
 #endif
@@ -36,22 +39,26 @@ static const ae_kernels *const compiled[] = {
 #if defined(__x86_64__)
 /* Asked of the processor itself: not every compiler's run-time library answers __builtin_cpu_supports. The system must
  * also save the registers (xgetbv: bits 1, 2 for 256-bit, 5 to 7 for 512-bit). */
-static int x86_has(int avx512)
+enum { X86_AVX2, X86_AVX512, X86_AVX512VNNI };
+
+static int x86_has(int level)
 {
     unsigned a, b, c, d, saved, high;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_OSXSAVE)) return 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_F16C) || !(c & bit_OSXSAVE)) return 0;
     __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if ((saved & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return 0;
     const unsigned wide = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
-    return !avx512 || ((saved & 0xe0) == 0xe0 && (b & wide) == wide);
+    if (level >= X86_AVX512 && ((saved & 0xe0) != 0xe0 || (b & wide) != wide)) return 0;
+    return level < X86_AVX512VNNI || (c & bit_AVX512VNNI) != 0;
 }
 #endif
 
 static int machine_has(const char *isa)
 {
 #if defined(__x86_64__)
-    if (strcmp(isa, "avx512") == 0) return x86_has(1);
-    if (strcmp(isa, "avx2") == 0 || strcmp(isa, "wide") == 0) return x86_has(0);
+    if (strcmp(isa, "avx512vnni") == 0) return x86_has(X86_AVX512VNNI);
+    if (strcmp(isa, "avx512") == 0) return x86_has(X86_AVX512);
+    if (strcmp(isa, "avx2") == 0 || strcmp(isa, "wide") == 0) return x86_has(X86_AVX2);
 #endif
     return strcmp(isa, "portable") == 0;
 }
@@ -126,6 +133,23 @@ int64_t ae_packed_bytes(const ae_context *ctx, int64_t dtype, int64_t in_feature
     return ae_round_up(out_features, ctx->kernels->panel) * in_features * ae_dtype_bytes(dtype);
 }
 
+static int64_t code_panel(const ae_context *ctx, int64_t bits)
+{
+    return bits == 4 ? ctx->kernels->code_panel4 : ctx->kernels->code_panel8;
+}
+
+int64_t ae_codes_bytes(const ae_context *ctx, int64_t bits, int64_t in_features, int64_t out_features)
+{
+    return ae_round_up(out_features, code_panel(ctx, bits)) * ae_round_up(in_features, 32) * bits / 8;
+}
+
+int64_t ae_scale_bytes(const ae_context *ctx, int64_t bits, int64_t group, int64_t scale_dtype, int64_t in_features,
+                       int64_t out_features)
+{
+    const int64_t groups = ae_ceil_div(ae_round_up(in_features, 32), group);
+    return ae_round_up(out_features, code_panel(ctx, bits)) * groups * ae_dtype_bytes(scale_dtype);
+}
+
 static int embed(ae_context *ctx, const ae_embed_args *a)
 {
     const size_t bytes = (size_t)(a->dim * ae_dtype_bytes(a->dtype));
@@ -147,7 +171,9 @@ static int embed(ae_context *ctx, const ae_embed_args *a)
 
 AE_OPERATION(pack, ctx->kernels->pack)
 AE_OPERATION(linear, ctx->kernels->linear)
+AE_OPERATION(pack_quantised, ctx->kernels->pack_quantised)
 AE_OPERATION(embed, embed)
+AE_OPERATION(embed_packed, ctx->kernels->embed_packed)
 AE_OPERATION(rms_norm, ctx->kernels->rms_norm)
 AE_OPERATION(add, ctx->kernels->add)
 AE_OPERATION(glu, ctx->kernels->glu)
@@ -175,7 +201,7 @@ int64_t ae_operation(const char *name)
         [AE_OP_PUT] = "put",               [AE_OP_SHORT_CONV] = "short_conv",
         [AE_OP_MIXTURE] = "mixture",       [AE_OP_LAY_OUT] = "lay_out",
         [AE_OP_SAMPLE] = "sample",         [AE_OP_LOGPROBS] = "logprobs",
-        [AE_OP_SETTLE] = "settle",
+        [AE_OP_SETTLE] = "settle",         [AE_OP_EMBED_PACKED] = "embed_packed",
     };
     for (int64_t op = 0; op < AE_OP_COUNT; op++)
         if (names[op] && strcmp(names[op], name) == 0) return op;
@@ -203,6 +229,7 @@ static int run_one(ae_context *ctx, const ae_call *call)
     case AE_OP_SAMPLE: return k->sample(ctx, call->args);
     case AE_OP_LOGPROBS: return k->logprobs(ctx, call->args);
     case AE_OP_SETTLE: return ae_run_settle(ctx, call->args);
+    case AE_OP_EMBED_PACKED: return k->embed_packed(ctx, call->args);
     default: return AE_BAD_CALL;
     }
 }

@@ -6,6 +6,7 @@
  * stays near while the tiles of the block use it.
  */
 #include "internal.h"
+#include "store.h"
 #include "tile.h"
 
 /* Activations of one block, bytes: half of a 512 KiB second-level cache. */
@@ -44,29 +45,11 @@ int AE_FN(pack)(ae_context *ctx, const ae_pack_args *a)
     return AE_OK;
 }
 
-/* Bias, then the stores of one row of a tile: the outputs from `out`, at most NR. */
-static void store_row(const ae_linear_args *a, int64_t row, int64_t out, const float *c)
-{
-    const int64_t width = ae_min(AE_NR, a->out_features - out);
-    const int y_bf16 = a->y_dtype == AE_BF16;
-    char *to = (char *)a->y + (row * a->y_stride + out) * ae_dtype_bytes(a->y_dtype);
-    for (int64_t i = 0; i < width; i += AE_VL) {
-        const int n = (int)ae_min(AE_VL, width - i);
-        vf v = vf_load(c + i);
-        if (a->bias) v += n == AE_VL ? vf_load(a->bias + out + i) : vf_get_part(a->bias, out + i, n, 0);
-        if (n < AE_VL)
-            vf_put_part(to, i, n, v, y_bf16);
-        else if (y_bf16)
-            vf_put(to, i, v, 1);
-        else
-            vf_put(to, i, v, 0);
-    }
-}
-
 static __attribute__((noinline)) void store_tile(const ae_linear_args *a, int64_t row, int64_t rows, int64_t out,
                                                  const float *c)
 {
-    for (int64_t i = 0; i < rows; i++) store_row(a, row + i, out, c + i * AE_NR);
+    const int64_t width = ae_min(AE_NR, a->out_features - out);
+    for (int64_t i = 0; i < rows; i++) store_row(a, row + i, out, width, c + i * AE_NR);
 }
 
 typedef struct {
@@ -208,8 +191,11 @@ static void gemm_part(void *arg, int part, int parts)
     }
 }
 
+int AE_FN(linear_quantised)(ae_context *, const ae_linear_args *);
+
 int AE_FN(linear)(ae_context *ctx, const ae_linear_args *a)
 {
+    if (a->weight_dtype == AE_QUANTISED) return AE_FN(linear_quantised)(ctx, a);
     const int64_t row_bytes = 4 * a->in_features;
     const int64_t panels = ae_ceil_div(a->out_features, AE_NR);
     gemm_job job = {.args = a};

@@ -29,9 +29,13 @@ void *ae_pool_scratch(ae_pool *, int part, size_t bytes);
 
 typedef struct {
     const char *name;
-    int64_t panel; /* outputs in one weight panel */
+    int64_t panel;       /* outputs in one weight panel */
+    int64_t code_panel4; /* outputs in one panel of 4-bit codes */
+    int64_t code_panel8;
     int (*pack)(ae_context *, const ae_pack_args *);
     int (*linear)(ae_context *, const ae_linear_args *);
+    int (*pack_quantised)(ae_context *, const ae_pack_quantised_args *);
+    int (*embed_packed)(ae_context *, const ae_embed_packed_args *);
     int (*rms_norm)(ae_context *, const ae_rms_norm_args *);
     int (*add)(ae_context *, const ae_add_args *);
     int (*glu)(ae_context *, const ae_glu_args *);
@@ -61,7 +65,7 @@ static inline int64_t ae_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t ae_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ae_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t ae_round_up(int64_t a, int64_t b) { return ae_ceil_div(a, b) * b; }
-static inline int64_t ae_dtype_bytes(int64_t dtype) { return dtype == AE_BF16 ? 2 : 4; }
+static inline int64_t ae_dtype_bytes(int64_t dtype) { return dtype == AE_F32 ? 4 : 2; }
 
 /* Threads worth waking for `work` units when one is worth `grain` of them (waking costs 1 to 5 us). */
 static inline int ae_parts(const ae_context *ctx, int64_t work, int64_t grain)

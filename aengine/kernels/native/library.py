@@ -18,9 +18,13 @@ from struct import Struct
 
 ABI = 3
 
-# One entry per args struct of api.h, in its order of members.
+# One entry per struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
 PACK_ARGS = Struct("PqqPqq")
+SEGMENT = Struct("PPPqqqq")
+QUANTISED = Struct("qP")
+PACK_QUANTISED_ARGS = Struct("PPPPqq")
+EMBED_PACKED_ARGS = Struct("PqPPqqqq")
 EMBED_ARGS = Struct("PqPPqq")
 RMS_NORM_ARGS = Struct("PPPPPqqqqqqqd")
 ADD_ARGS = Struct("PPPqqd")
@@ -45,12 +49,12 @@ Operation = Callable[[bytes], int]
 
 # What can stand in a program.
 OPERATIONS = (
-    "linear", "embed", "rms_norm", "add", "glu", "rope", "attention", "mul", "scale_positions", "take", "put",
-    "short_conv", "mixture", "lay_out", "sample", "logprobs", "settle",
+    "linear", "embed", "embed_packed", "rms_norm", "add", "glu", "rope", "attention", "mul", "scale_positions", "take",
+    "put", "short_conv", "mixture", "lay_out", "sample", "logprobs", "settle",
 )  # fmt: skip
 _ALIGNMENT = 64
 _CHUNK_BYTES = 32 * 2**20
-_MESSAGES = {1: "out of memory for scratch buffers", 2: "unknown operation in a program"}
+_MESSAGES = {1: "out of memory for scratch buffers", 2: "unknown operation, or an index out of range"}
 
 
 class NativeError(RuntimeError):
@@ -76,9 +80,11 @@ def load_library(path: Path) -> ctypes.CDLL:
     _declare(library, "ae_alloc", ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_free", None, ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_packed_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3)
+    _declare(library, "ae_codes_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3)
+    _declare(library, "ae_scale_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 5)
     _declare(library, "ae_program_run", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_operation", ctypes.c_int64, ctypes.c_char_p)
-    for name in ("pack", *OPERATIONS):
+    for name in ("pack", "pack_quantised", *OPERATIONS):
         # A bytes object goes over as the address of its content, which is the args struct.
         _declare(library, f"ae_{name}", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
     return library
@@ -137,6 +143,14 @@ class Context:
 
     def packed_bytes(self, dtype: int, in_features: int, out_features: int) -> int:
         size: int = self.library.ae_packed_bytes(self.handle, dtype, in_features, out_features)
+        return size
+
+    def codes_bytes(self, bits: int, in_features: int, out_features: int) -> int:
+        size: int = self.library.ae_codes_bytes(self.handle, bits, in_features, out_features)
+        return size
+
+    def scale_bytes(self, bits: int, group: int, scale_dtype: int, in_features: int, out_features: int) -> int:
+        size: int = self.library.ae_scale_bytes(self.handle, bits, group, scale_dtype, in_features, out_features)
         return size
 
 

@@ -1,7 +1,7 @@
 """`Ops` by native kernels, on torch CPU tensors.
 
-Owns: the mapping from tensors to argument structs, packed linear weights.
-Does not know: how kernels compute, the life of a step, models.
+Owns: the mapping from tensors to argument structs.
+Does not know: how kernels compute, how weights are packed, the life of a step, models.
 Invariants: bitwise batch-invariant: an output row depends on its own inputs and the instruction set, never on the other
 rows, chunk sizes, page numbers or thread count. Outputs are new contiguous tensors. An `Ops` call costs 3 to 20 us of
 Python (allocation of the output, addresses, one foreign call with the GIL released).
@@ -10,7 +10,6 @@ Python (allocation of the output, addresses, one foreign call with the GIL relea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,44 +20,30 @@ from aengine.kernels.native.library import (
     ADD_ARGS,
     ATTENTION_ARGS,
     EMBED_ARGS,
+    EMBED_PACKED_ARGS,
     GLU_ARGS,
     LINEAR_ARGS,
     MUL_ARGS,
     OPERATIONS,
-    PACK_ARGS,
     PUT_ARGS,
     RMS_NORM_ARGS,
     ROPE_ARGS,
     SCALE_POSITIONS_ARGS,
     SHORT_CONV_ARGS,
     TAKE_ARGS,
-    Block,
     Context,
-    WeightMemory,
     check,
 )
+from aengine.kernels.native.packed import CODES, PackedLinear, Packer
 from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
 from aengine.kernels.reference_cross import cross_attention, write_items
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _SILU, _GELU_TANH = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLinear:
-    """A weight in panels of its instruction set; `bias` fp32 [out] or None; `bias_address` 0 for none."""
-
-    block: Block
-    dtype: int
-    in_features: int
-    out_features: int
-    bias: Tensor | None
-    bias_address: int
 
 
 def _code_of(dtype: torch.dtype) -> int:
     try:
-        return _CODES[dtype]
+        return CODES[dtype]
     except KeyError:
         raise NotSupported(f"native kernels take float32 or bfloat16 tensors, not {dtype}") from None
 
@@ -108,8 +93,7 @@ class NativeOps:
     def __init__(self, context: Context) -> None:
         self.name = f"native-{context.isa}"
         self.context = context
-        self._memory = WeightMemory(context.library)
-        self._pack = context.operation("pack")
+        self._packer = Packer(context)
         self._operations = {name: context.operation(name) for name in OPERATIONS}
         self._experts: dict[int, PackedExperts] = {}
 
@@ -128,22 +112,11 @@ class NativeOps:
     # ---- linear ----
 
     def prepare(self, linear: Linear) -> Linear:
-        """Copy the weight into panels; the result's `weight` is a meta tensor that keeps only shape and dtype."""
-        if isinstance(linear.packed, PackedLinear):
-            return linear
-        weight = linear.weight
-        if weight.dtype not in _CODES:
-            weight = weight.to(torch.float32)
-        weight = _dense_last(weight)
-        out_features, in_features = weight.shape
-        code = _code(weight)
-        block = self._memory.take(self.context.packed_bytes(code, in_features, out_features))
-        args = PACK_ARGS.pack(weight.data_ptr(), code, weight.stride(0), block.address, in_features, out_features)
-        check(self._pack(args), "pack")
-        bias = None if linear.bias is None else linear.bias.to(torch.float32).contiguous()
-        packed = PackedLinear(block, code, in_features, out_features, bias, 0 if bias is None else bias.data_ptr())
-        shape_only = torch.empty_like(linear.weight, device="meta")
-        return Linear(weight=shape_only, bias=linear.bias, packed=packed)
+        """Copy the weight into panels; the result's `weight` is a meta tensor that keeps only shape and dtype.
+
+        A quantised weight multiplies activations rounded to int8, one scale per row and 32 inputs.
+        """
+        return linear if isinstance(linear.packed, PackedLinear) else self._packer.pack(linear)
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         return self._project(x, w, x.dtype)
@@ -162,12 +135,25 @@ class NativeOps:
 
     # ---- rows and elements ----
 
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        table, ids = table.contiguous(), _int32(ids)
+    def embed(self, table: Tensor | Linear, ids: Tensor) -> Tensor:
+        ids = _int32(ids)
+        if isinstance(table, Linear):
+            return self._embed_packed(packed_linear(table), ids, table.weight.dtype)
+        table = table.contiguous()
         rows, dim = ids.shape[0], table.shape[1]
         out = self._new((rows, dim), table.dtype)
         args = EMBED_ARGS.pack(table.data_ptr(), _code(table), ids.data_ptr(), out.data_ptr(), rows, dim)
         self._run("embed", args)
+        return out
+
+    def _embed_packed(self, packed: PackedLinear, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        dtype = dtype if dtype in CODES else torch.float32
+        out = self._new((ids.shape[0], packed.in_features), dtype)
+        args = EMBED_PACKED_ARGS.pack(
+            packed.block.address, packed.dtype, ids.data_ptr(), out.data_ptr(), CODES[dtype],
+            ids.shape[0], packed.in_features, packed.out_features,
+        )  # fmt: skip
+        self._run("embed_packed", args)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

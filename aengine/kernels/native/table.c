@@ -1,9 +1,12 @@
 /* The kernel table of one instruction set; compiled once for each, like the kernels. */
 #include "internal.h"
+#include "quantised.h"
 #include "tile.h"
 
 int AE_FN(pack)(ae_context *, const ae_pack_args *);
 int AE_FN(linear)(ae_context *, const ae_linear_args *);
+int AE_FN(pack_quantised)(ae_context *, const ae_pack_quantised_args *);
+int AE_FN(embed_packed)(ae_context *, const ae_embed_packed_args *);
 int AE_FN(rms_norm)(ae_context *, const ae_rms_norm_args *);
 int AE_FN(add)(ae_context *, const ae_add_args *);
 int AE_FN(glu)(ae_context *, const ae_glu_args *);
@@ -22,8 +25,12 @@ int AE_FN(logprobs)(ae_context *, const ae_logprobs_args *);
 const ae_kernels AE_FN(ae_kernels) = {
     .name = AE_STRING(AE_ISA),
     .panel = AE_NR,
+    .code_panel4 = AE_PANEL4,
+    .code_panel8 = AE_PANEL8,
     .pack = AE_FN(pack),
     .linear = AE_FN(linear),
+    .pack_quantised = AE_FN(pack_quantised),
+    .embed_packed = AE_FN(embed_packed),
     .rms_norm = AE_FN(rms_norm),
     .add = AE_FN(add),
     .glu = AE_FN(glu),

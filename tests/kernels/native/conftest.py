@@ -9,8 +9,10 @@ import pytest
 from aengine.kernels.native import Context, NativeOps, Unavailable, build, load_library
 from aengine.kernels.native.build import best_isa
 
-# "wide" runs the code of AVX-512 with vectors of 16 lanes that the compiler splits in two.
-ISAS = ("avx2", "wide", "portable") if best_isa() in ("avx2", "avx512") else ("portable",)
+# "wide" runs the code of AVX-512 with VNNI on vectors of 16 lanes that the compiler splits in two.
+_X86 = ("avx512vnni", "avx512", "avx2")
+_RUNS = _X86[_X86.index(best_isa()) :] if best_isa() in _X86 else ()
+ISAS = (*_RUNS, "wide", "portable") if _RUNS else ("portable",)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,122 @@
+/* Quantised weights into panels, and rows of any packed weight back out of them. */
+#include "internal.h"
+#include "quantised.h"
+#include "tile.h"
+
+static void pack_codes(const ae_pack_quantised_args *a, int64_t panel)
+{
+    const ae_segment *s = a->segment;
+    const int64_t wide = code_panel(s->bits), bytes = code_units(a->in_features) * AE_UNIT_BYTES(s->bits);
+    uint8_t *to = (uint8_t *)s->codes + panel * bytes;
+    memset(to, 0, (size_t)bytes);
+    for (int64_t o = 0; o < ae_min(wide, s->out_features - panel * wide); o++) {
+        const uint8_t *from = (const uint8_t *)a->codes + (panel * wide + o) * a->stride;
+        for (int64_t k = 0; k < a->in_features; k++) {
+            uint8_t *at = to + code_at(s->bits, o, k);
+            if (s->bits == 8)
+                *at = (uint8_t)(from[k] + AE_OFFSET);
+            else
+                *at |= (uint8_t)((from[k] & 15) << (o < AE_VL ? 0 : 4));
+        }
+    }
+}
+
+/* [out, groups] -> [panel][group][output of the panel]; what lies outside is zero. */
+static void pack_scale(const ae_pack_quantised_args *a, int64_t panel, const void *values, void *packed)
+{
+    const ae_segment *s = a->segment;
+    const int64_t wide = code_panel(s->bits), groups = code_groups(a->in_features, s->group);
+    const int64_t have = ae_ceil_div(a->in_features, s->group), size = ae_dtype_bytes(s->scale_dtype);
+    char *to = (char *)packed + panel * groups * wide * size;
+    memset(to, 0, (size_t)(groups * wide * size));
+    for (int64_t o = 0; o < ae_min(wide, s->out_features - panel * wide); o++)
+        for (int64_t g = 0; g < have; g++)
+            memcpy(to + (g * wide + o) * size, (const char *)values + ((panel * wide + o) * have + g) * size, (size_t)size);
+}
+
+static void pack_part(void *arg, int part, int parts)
+{
+    const ae_pack_quantised_args *a = arg;
+    const int64_t panels = ae_ceil_div(a->segment->out_features, code_panel(a->segment->bits));
+    for (int64_t p = panels * part / parts; p < panels * (part + 1) / parts; p++) {
+        pack_codes(a, p);
+        pack_scale(a, p, a->scale, a->segment->scale);
+        if (a->minimum) pack_scale(a, p, a->minimum, a->segment->minimum);
+    }
+}
+
+int AE_FN(pack_quantised)(ae_context *ctx, const ae_pack_quantised_args *a)
+{
+    const int64_t panels = ae_ceil_div(a->segment->out_features, code_panel(a->segment->bits));
+    ae_pool_run(ctx->pool, pack_part, (void *)a, ae_parts(ctx, panels, 4));
+    return AE_OK;
+}
+
+/* Row `o` of a segment: one product and one sum, each rounded, as the format defines a value. */
+static void segment_row(const ae_segment *s, int64_t o, int64_t n, float *to)
+{
+    const int64_t wide = code_panel(s->bits), panel = o / wide, groups = code_groups(n, s->group);
+    const uint8_t *codes = (const uint8_t *)s->codes + panel * code_units(n) * AE_UNIT_BYTES(s->bits);
+    o %= wide;
+    for (int64_t k = 0; k < n; k++) {
+        const int64_t at = (panel * groups + k / s->group) * wide + o;
+        const int byte = codes[code_at(s->bits, o, k)];
+        const int code = s->bits == 8 ? byte - AE_OFFSET : o < AE_VL ? byte & 15 : byte >> 4;
+        to[k] = (float)code * scale_at(s->scale, at, s->scale_dtype);
+        if (s->minimum) to[k] += scale_at(s->minimum, at, s->scale_dtype);
+    }
+}
+
+/* Row `o` of the panels that ae_pack makes (see load_w for the order of a bf16 panel). */
+static void panel_row(const void *weight, int64_t dtype, int64_t o, int64_t n, float *to)
+{
+    const int64_t first = o / AE_NR * n * AE_NR, c = o % AE_NR;
+    const int64_t pair = first + (c < AE_VL ? 2 * c : 2 * (c - AE_VL) + 1);
+    for (int64_t k = 0; k < n; k++)
+        to[k] = dtype == AE_BF16 ? bf16_to_f32(((const uint16_t *)weight)[pair + k * AE_NR])
+                                 : ((const float *)weight)[first + c + k * AE_NR];
+}
+
+static void packed_row(const ae_embed_packed_args *a, int64_t o, float *to)
+{
+    if (a->weight_dtype != AE_QUANTISED) {
+        panel_row(a->weight, a->weight_dtype, o, a->in_features, to);
+        return;
+    }
+    const ae_quantised *w = a->weight;
+    const ae_segment *s = w->segments;
+    for (; o >= s->out_features; s++) o -= s->out_features;
+    segment_row(s, o, a->in_features, to);
+}
+
+typedef struct {
+    const ae_embed_packed_args *args;
+    float *rows[AE_MAX_THREADS]; /* per part: a row in fp32, when the output is not */
+} embed_job;
+
+static void embed_part(void *arg, int part, int parts)
+{
+    const embed_job *job = arg;
+    const ae_embed_packed_args *a = job->args;
+    const int64_t n = a->in_features;
+    for (int64_t t = a->rows * part / parts; t < a->rows * (part + 1) / parts; t++) {
+        float *row = job->rows[part] ? job->rows[part] : (float *)a->out + t * n;
+        packed_row(a, a->ids[t], row);
+        if (a->out_dtype == AE_BF16)
+            for (int64_t k = 0; k < n; k++) ((uint16_t *)a->out)[t * n + k] = f32_to_bf16(row[k]);
+    }
+}
+
+int AE_FN(embed_packed)(ae_context *ctx, const ae_embed_packed_args *a)
+{
+    embed_job job = {.args = a};
+    const int parts = (int)ae_max(1, ae_min(ae_parts(ctx, a->rows * a->in_features, 4096), a->rows));
+    for (int64_t t = 0; t < a->rows; t++)
+        if (a->ids[t] < 0 || a->ids[t] >= a->out_features) return AE_BAD_CALL;
+    for (int i = 0; a->out_dtype == AE_BF16 && i < parts; i++) {
+        job.rows[i] = ae_pool_scratch(ctx->pool, i, (size_t)(4 * a->in_features));
+        if (!job.rows[i]) return AE_NO_MEMORY;
+    }
+    ae_pool_run(ctx->pool, embed_part, &job, parts);
+    return AE_OK;
+}

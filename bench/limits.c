@@ -1,0 +1,100 @@
+/* What the machine can do at best, by the same thread pool as the kernels: bytes read, fused multiply-adds, products of
+ * bytes. Compiled by bench/kernels_cpu.py with the sources of aengine/kernels/native and the flags of one of its sets. */
+#define _GNU_SOURCE
+#include "internal.h"
+#include "quantised.h"
+
+#include <time.h>
+
+enum { CHAINS = 12, ROUNDS = 20000 };
+
+typedef struct {
+    const char *data;
+    int64_t bytes, sink;
+} job;
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Two streams side by side: the hardware's prefetchers follow each, and one alone reads a fifth less. */
+static void read_part(void *arg, int part, int parts)
+{
+    job *j = arg;
+    const int64_t line = 4 * 4 * AE_VL, lines = j->bytes / 2 / line;
+    const char *one = j->data, *two = j->data + lines * line;
+    vu s[8] = {{0}};
+    for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; i++) {
+        AE_UNROLL
+        for (int k = 0; k < 4; k++) {
+            s[k] |= *(const vu_mem *)(one + i * line + k * 4 * AE_VL);
+            s[4 + k] |= *(const vu_mem *)(two + i * line + k * 4 * AE_VL);
+        }
+    }
+    for (int k = 1; k < 8; k++) s[0] |= s[k];
+    if (s[0][0] == 0x12345678) j->sink = 1;
+}
+
+#define CHAIN_PART(NAME, TYPE, STEP)                                                                 \
+    static void NAME(void *arg, int part, int parts)                                                 \
+    {                                                                                                \
+        (void)parts;                                                                                 \
+        TYPE s[CHAINS];                                                                              \
+        AE_UNROLL                                                                                    \
+        for (int k = 0; k < CHAINS; k++) s[k] = (TYPE)vf_set1(0.5f);                                 \
+        vf f = vf_set1(0.5f);                                                                        \
+        __asm__ volatile("" : "+x"(f));                                                              \
+        vu w = (vu)f & 0x0f0f0f0f, x = (vu)f;                                                      \
+        for (int i = 0; i < ROUNDS; i++) {                                                           \
+            AE_UNROLL                                                                                \
+            for (int k = 0; k < CHAINS; k++) {                                                       \
+                s[k] = STEP;                                                                         \
+                __asm__ volatile("" : "+x"(s[k]), "+x"(x), "+x"(f));                                \
+            }                                                                                        \
+        }                                                                                            \
+        vu all = (vu)s[0] ^ w ^ x;                                                                   \
+        AE_UNROLL                                                                                    \
+        for (int k = 1; k < CHAINS; k++) all ^= (vu)s[k];                                            \
+        if (all[0] == 0x12345678) ((job *)arg)->sink = part;                                         \
+    }
+
+CHAIN_PART(fma_part, vf, vf_fma(f, f, s[k]))
+CHAIN_PART(int4_part, vi, codes_step(s[k], w, x))
+#if AE_SPLIT
+#if AE_VL == 8
+#define INT8_STEP (vi)_mm256_add_epi32((__m256i)s[k], _mm256_madd_epi16((__m256i)w, (__m256i)x))
+#else
+#define INT8_STEP (vi)_mm512_add_epi32((__m512i)s[k], _mm512_madd_epi16((__m512i)w, (__m512i)x))
+#endif
+CHAIN_PART(int8_part, vi, INT8_STEP)
+#else
+CHAIN_PART(int8_part, vi, codes_step(s[k], w, x))
+#endif
+
+static double timed(ae_pool *pool, ae_task task, job *j)
+{
+    const double began = now();
+    ae_pool_run(pool, task, j, ae_pool_threads(pool));
+    return now() - began;
+}
+
+AE_EXPORT double limit_read(ae_pool *pool, const void *data, int64_t bytes)
+{
+    job j = {data, bytes, 0};
+    return (double)bytes / timed(pool, read_part, &j) / 1e9;
+}
+
+/* A multiply and an add are two operations. int4: 4-bit codes by 8-bit; int8: 8-bit by 8-bit, both exact. */
+AE_EXPORT double limit_gops(ae_pool *pool, int kind)
+{
+    static const ae_task tasks[] = {fma_part, int4_part, int8_part};
+    const double each[] = {2.0 * AE_VL, 8.0 * AE_VL, (AE_SPLIT ? 4.0 : 8.0) * AE_VL};
+    job j = {0};
+    return each[kind] * CHAINS * ROUNDS * ae_pool_threads(pool) / timed(pool, tasks[kind], &j) / 1e9;
+}
+
+AE_EXPORT ae_pool *limit_pool(int threads) { return ae_pool_create(threads); }
+AE_EXPORT void limit_pool_close(ae_pool *pool) { ae_pool_destroy(pool); }

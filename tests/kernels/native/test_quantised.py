@@ -1,0 +1,204 @@
+"""Integer weights: against the plain-torch oracle, back out exactly, and the same bits whoever stands beside a row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from aengine.errors import NotSupported
+from aengine.kernels.native import NativeOps
+from aengine.kernels.native.library import NativeError
+from aengine.kernels.ops import Linear
+from aengine.kernels.quantised import Quantised
+from aengine.kernels.reference import ReferenceOps
+from aengine.kernels.reference_quantised import linear_quantised
+
+ROWS = (1, 2, 5, 6, 7, 64, 129)
+# (bits, group or 0 for the whole row, with a minimum, scales that fp16 holds)
+FORMATS = [
+    (4, 32, True, True),
+    (4, 32, False, True),
+    (4, 64, True, False),
+    (4, 16, True, True),
+    (4, 0, True, False),
+    (8, 32, False, True),
+    (8, 32, True, False),
+    (8, 16, False, False),
+    (8, 16, True, True),
+    (8, 0, False, True),
+]
+
+
+def make(
+    out: int, size_in: int, bits: int = 4, group: int = 32, minimum: bool = True, half: bool = True, seed: int = 0
+) -> Quantised:
+    random = torch.Generator().manual_seed(seed + out + 1000 * size_in)
+    group = group or size_in
+    low, high, dtype = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
+    codes = torch.randint(low, high, (out, size_in), generator=random).to(dtype)
+    scale = (torch.rand(out, size_in // group, generator=random) + 0.5) / 2**bits
+    least = torch.randn(out, size_in // group, generator=random)
+    if half:
+        scale, least = scale.half().float(), least.half().float()
+    return Quantised(codes, scale, least if minimum else None, group, bits)
+
+
+def linear_of(*parts: Quantised, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> Linear:
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    return Linear(torch.empty(shape, dtype=dtype, device="meta"), bias, parts)
+
+
+def assert_near(y: torch.Tensor, expected: torch.Tensor) -> None:
+    """Integer sums are exact, so only roundings of the fp32 sums differ: far less than one step of a code would."""
+    torch.testing.assert_close(y, expected, rtol=2e-5, atol=3e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("bits", "group", "minimum", "half"), FORMATS)
+@pytest.mark.parametrize("size_in", [32, 40, 64, 576, 1536])
+def test_against_the_oracle(ops: NativeOps, size_in: int, bits: int, group: int, minimum: bool, half: bool) -> None:
+    if group and size_in % group:
+        group = size_in
+    for out, rows in zip((1, 7, 8, 9, 17, 8, 33), ROWS, strict=True):
+        part, bias = make(out, size_in, bits, group, minimum, half), torch.randn(out)
+        x = torch.randn(rows, size_in, generator=torch.Generator().manual_seed(rows))
+        w = ops.prepare(linear_of(part, bias=bias))
+        assert_near(ops.linear(x, w), linear_quantised(x, [part], bias))
+
+
+def test_bf16_in_and_out(ops: NativeOps) -> None:
+    parts = (make(24, 96), make(9, 96, 8))
+    w = ops.prepare(linear_of(*parts, dtype=torch.bfloat16))
+    x = torch.randn(9, 200).to(torch.bfloat16)[:, 50:146]
+    z = ops.logits(x, w)
+    assert_near(z, linear_quantised(x, parts))
+    assert torch.equal(ops.linear(x, w), z.to(torch.bfloat16))
+
+
+def test_segments_of_several_formats(ops: NativeOps) -> None:
+    """As in a fused qkv of a file whose v has more bits: each segment's outputs as if it stood alone."""
+    parts = (make(40, 128), make(7, 128, 8, 16, False), make(33, 128, 4, 64), make(1, 128, 8, 0), make(64, 128, 8))
+    bias, x = torch.randn(145), torch.randn(11, 128)
+    y = ops.linear(x, ops.prepare(linear_of(*parts, bias=bias)))
+    alone = [ops.linear(x, ops.prepare(linear_of(part))) for part in parts]
+    assert torch.equal(y, torch.cat(alone, -1) + bias)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_threads_and_places_change_no_bit(ops_by_threads: dict[int, NativeOps], bits: int) -> None:
+    parts = (make(200, 160, bits, 32, True), make(120, 160, 12 - bits, 16, True))
+    x = torch.randn(300, 160)
+    alone = None
+    for ops in ops_by_threads.values():
+        w = ops.prepare(linear_of(*parts))
+        whole = ops.linear(x, w)
+        if alone is None:
+            alone = torch.cat([ops.linear(x[r : r + 1], w) for r in range(300)])
+        assert torch.equal(whole, alone)
+        for first, rows in ((0, 2), (3, 5), (40, 7), (100, 129), (299, 1)):
+            assert torch.equal(ops.linear(x[first : first + rows], w), alone[first : first + rows])
+
+
+@pytest.mark.parametrize(("bits", "code"), [(4, 15), (4, 0), (8, -128), (8, 127), (8, -1)])
+@pytest.mark.parametrize("group", [16, 32])
+def test_extremes_do_not_saturate(ops: NativeOps, bits: int, code: int, group: int) -> None:
+    """Everything is a power of two or 127 times one: the sums are exact in fp32 and so is the answer."""
+    codes = torch.full((17, 64), code, dtype=torch.uint8 if bits == 4 else torch.int8)
+    w = ops.prepare(linear_of(Quantised(codes, torch.ones(17, 64 // group), None, group, bits)))
+    x = torch.full((3, 64), 127.0)
+    x[1] = -127.0
+    x[2, ::2] = -127.0
+    expected = (x.double() @ codes.double().T).float()
+    assert torch.equal(ops.linear(x, w), expected)
+    assert torch.equal(ops.linear(x * 0, w), torch.zeros(3, 17))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_not_finite_marks_its_row_alone(ops: NativeOps, bits: int, bad: float) -> None:
+    w = ops.prepare(linear_of(make(33, 96, bits)))
+    x = torch.randn(9, 96)
+    clean = ops.linear(x, w)
+    x[4, 50] = bad
+    y = ops.linear(x, w)
+    assert y[4].isnan().all()
+    assert torch.equal(y[[0, 1, 2, 3, 5, 6, 7, 8]], clean[[0, 1, 2, 3, 5, 6, 7, 8]])
+
+
+def test_tiny_and_huge_activations(ops: NativeOps) -> None:
+    part = make(9, 64)
+    x = torch.randn(5, 64) * torch.tensor([1e-45, 1e-37, 1e-30, 1e30, 1e36]).unsqueeze(-1)
+    y = ops.linear(x, ops.prepare(linear_of(part)))
+    for row in range(5):
+        assert_near(y[row], linear_quantised(x, [part])[row])
+
+
+@pytest.mark.parametrize(("bits", "group", "minimum", "half"), FORMATS)
+def test_rows_come_back_bit_for_bit(ops: NativeOps, bits: int, group: int, minimum: bool, half: bool) -> None:
+    parts = (make(21, 192, bits, group, minimum, half), make(12, 192, 12 - bits, 32))
+    dense, ids = (
+        torch.cat([part.dequantise() for part in parts]),
+        torch.tensor([0, 32, 20, 21, 7, 7, 15], dtype=torch.int32),
+    )
+    assert torch.equal(ops.embed(ops.prepare(linear_of(*parts)), ids), dense[ids])
+    half_precision = ops.embed(ops.prepare(linear_of(*parts, dtype=torch.bfloat16)), ids)
+    assert torch.equal(half_precision, dense[ids].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_dense_panels_come_back(ops: NativeOps, dtype: torch.dtype) -> None:
+    weight, ids = torch.randn(37, 24).to(dtype), torch.tensor([36, 0, 17, 15, 16, 8], dtype=torch.int32)
+    assert torch.equal(ops.embed(ops.prepare(Linear(weight)), ids), weight[ids])
+
+
+def test_rows_that_are_not_there(ops: NativeOps) -> None:
+    w = ops.prepare(linear_of(make(8, 32)))
+    for index in (-1, 8):
+        with pytest.raises(NativeError, match="out of range"):
+            ops.embed(w, torch.tensor([0, index], dtype=torch.int32))
+
+
+def test_scales_take_half_the_bytes_only_where_that_is_exact(ops: NativeOps) -> None:
+    sizes = [ops.prepare(linear_of(make(64, 1024, half=half))).packed.block.size for half in (True, False)]
+    scales = 2 * 64 * 32
+    assert sizes[1] - sizes[0] == 2 * scales
+    assert sizes[0] < 64 * 1024 // 2 + 2 * scales + 256
+
+
+def test_prepare_keeps_nothing_unpacked(ops: NativeOps) -> None:
+    part = make(24, 64)
+    x = torch.randn(3, 64)
+    w = ops.prepare(linear_of(part))
+    assert w.parts == ()
+    assert w.weight.is_meta
+    assert ops.prepare(w) is w
+    before = ops.linear(x, w)
+    part.codes.zero_()
+    assert torch.equal(ops.linear(x, w), before)
+
+
+def test_parts_that_do_not_fit_name_their_shapes(ops: NativeOps) -> None:
+    linear = Linear(torch.empty(9, 32, device="meta"), None, (make(8, 32),))
+    with pytest.raises(ValueError, match=r"\[\(8, 32\)\] do not make up a weight of 9 x 32"):
+        ops.prepare(linear)
+
+
+def test_groups_the_kernels_lack_are_refused(ops: NativeOps) -> None:
+    with pytest.raises(NotSupported, match="groups of 8 in rows of 40"):
+        ops.prepare(linear_of(make(3, 40, group=8)))
+
+
+def test_no_rows(ops: NativeOps) -> None:
+    w = ops.prepare(linear_of(make(8, 32)))
+    assert ops.linear(torch.empty(0, 32), w).shape == (0, 8)
+    assert ops.embed(w, torch.empty(0, dtype=torch.int32)).shape == (0, 32)
+
+
+def test_reference_dequantises(ops: NativeOps) -> None:
+    parts = (make(8, 64), make(9, 64, 8))
+    reference = ReferenceOps()
+    w = reference.prepare(linear_of(*parts, dtype=torch.bfloat16))
+    assert torch.equal(w.weight, torch.cat([part.dequantise(torch.bfloat16) for part in parts]))
+    assert torch.equal(reference.embed(w, torch.tensor([16, 0])), w.weight[[16, 0]])
+    assert w.parts == ()
