@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-ABI = 2
+ABI = 3
 
 # One entry per args struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
@@ -26,7 +26,7 @@ RMS_NORM_ARGS = Struct("PPPPPqqqqqqqd")
 ADD_ARGS = Struct("PPPqqd")
 GLU_ARGS = Struct("PPqqqqq")
 ROPE_ARGS = Struct("PPPPPqqqqqqq")
-ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqddP")
+ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqddPPPqqq")
 ROW_STATS_ARGS = Struct("PqqqPP")
 GUMBEL_ARGS = Struct("PqqqPPPPP")
 CALL = Struct("qP")
