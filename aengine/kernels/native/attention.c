@@ -76,8 +76,9 @@ WIDE(3)
 
 /* c[i, columns] += sum over j of x[i, j] * row j, `shift` bytes on, over nv vectors; asks for row j + BLOCK. */
 AE_INLINE void paged_product(const int mr, const int nv, const int kind, const float *x, const char *const *rows,
-                             int64_t shift, int64_t n, float *c, int64_t ldc)
+                             int64_t shift, int64_t n, float *c, int64_t ldc, attn_ahead *next)
 {
+    attn_ahead ahead = *next;
     vf acc[AE_MR][4];
     AE_UNROLL
     for (int i = 0; i < mr; i++)
@@ -86,7 +87,7 @@ AE_INLINE void paged_product(const int mr, const int nv, const int kind, const f
     for (int64_t j = 0; j < n; j++) {
         const char *w = rows[j] + shift;
         vf row[4], xi[AE_MR];
-        prefetch_row(rows[j + AE_BLOCK] + shift, nv * AE_VL * kind_bytes(kind));
+        ask(&ahead);
         if (mr <= nv) { /* whichever are fewer are held in registers: the other comes one by one */
             AE_UNROLL
             for (int i = 0; i < mr; i++) xi[i] = vf_set1(x[i * AE_SCORES + j]);
@@ -111,15 +112,17 @@ AE_INLINE void paged_product(const int mr, const int nv, const int kind, const f
     for (int i = 0; i < mr; i++)
         AE_UNROLL
         for (int k = 0; k < nv; k++) vf_store(c + i * ldc + k * AE_VL, acc[i][k]);
+    *next = ahead;
 }
 
-typedef void attn_paged(const float *x, const char *const *rows, int64_t shift, int64_t n, float *c, int64_t ldc);
+typedef void attn_paged(const float *x, const char *const *rows, int64_t shift, int64_t n, float *c, int64_t ldc,
+                        attn_ahead *ahead);
 
 #define PAGED_KIND(MR, KIND)                                                                                            \
     AE_ALONE void paged_##KIND##_##MR(const float *x, const char *const *rows, int64_t shift, int64_t n, float *c,      \
-                                      int64_t ldc)                                                                      \
+                                      int64_t ldc, attn_ahead *ahead)                                                   \
     {                                                                                                                   \
-        paged_product(MR, MR <= 3 ? 4 : 2, KIND, x, rows, shift, n, c, ldc);                                            \
+        paged_product(MR, MR <= 3 ? 4 : 2, KIND, x, rows, shift, n, c, ldc, ahead);                                     \
     }
 #define PAGED(MR) PAGED_KIND(MR, AE_F32) PAGED_KIND(MR, AE_BF16) PAGED_KIND(MR, AE_I8)
 AE_EACH_MR(PAGED)
@@ -151,13 +154,14 @@ static void staged_product(const attn_job *job, const float *p, const float *val
 
 /* The same from the pages. head_dim is a multiple of four vectors. */
 static void in_place_product(const attn_job *job, const float *p, const char *const *values, int64_t shift, int64_t rows,
-                             int64_t count, float *acc)
+                             int64_t count, float *acc, attn_ahead *ahead)
 {
     const int64_t kind = job->args->kv_dtype, bytes = kv_bytes(job->args);
     for (int64_t r = 0; r < rows; r += AE_MR) {
         const int64_t mr = ae_min(AE_MR, rows - r), step = (mr <= 3 ? 4 : 2) * AE_VL;
         for (int64_t c = 0; c < job->dim; c += step)
-            paged[mr - 1][kind](p + r * AE_SCORES, values, shift + c * bytes, count, acc + r * job->dim + c, job->dim);
+            paged[mr - 1][kind](p + r * AE_SCORES, values, shift + c * bytes, count, acc + r * job->dim + c, job->dim,
+                                ahead);
     }
 }
 
@@ -191,18 +195,21 @@ static void piece_scores(const attn_job *job, const attn_tile *t, const attn_scr
     const ae_attention_args *a = job->args;
     int64_t first;
     const int64_t rows = piece_rows(job, t, piece, &first), count = piece.end - piece.begin;
-    for (int64_t i = 0; i < count; i += AE_BLOCK)
+    const int64_t width = t->heads * a->head_dim * kv_bytes(a);
+    for (int64_t i = 0; i < count; i += AE_BLOCK) {
+        const char *const *at = w->k_rows + i;
+        attn_ahead ahead = ahead_of(at, width, t->heads * AE_BLOCK / 8 * ae_max(1, a->head_dim * kv_bytes(a) / 16));
         for (int64_t h = 0; h < t->heads; h++) {
-            const char *const *at = w->k_rows + i;
             const int64_t shift = h * a->k_kv_stride * kv_bytes(a), row = h * t->queries + first;
             switch (a->kv_dtype) {
-            case AE_F32: stage_keys(w->keys, at, shift, a->head_dim, AE_F32); break;
-            case AE_BF16: stage_keys(w->keys, at, shift, a->head_dim, AE_BF16); break;
-            default: stage_keys(w->keys, at, shift, a->head_dim, AE_I8);
+            case AE_F32: stage_keys(w->keys, at, shift, a->head_dim, AE_F32, &ahead); break;
+            case AE_BF16: stage_keys(w->keys, at, shift, a->head_dim, AE_BF16, &ahead); break;
+            default: stage_keys(w->keys, at, shift, a->head_dim, AE_I8, &ahead);
             }
             block_scores(w->q + row * job->dim, job->dim, rows, w->keys, a->head_dim,
                          w->scores + row * AE_SCORES + column + i);
         }
+    }
     if (a->kv_dtype == AE_I8) apply_scales(job, t, w, piece, 0, column);
 }
 
@@ -215,13 +222,17 @@ static void piece_values(const attn_job *job, const attn_tile *t, const attn_scr
     const int in_place = rows <= AE_IN_PLACE && a->head_dim == job->dim;
     const int64_t step = in_place ? AE_BLOCK : AE_SPAN;
     if (a->kv_dtype == AE_I8) apply_scales(job, t, w, piece, 1, column);
-    for (int64_t i = 0; i < count; i += step)
+    const int64_t width = t->heads * a->head_dim * kv_bytes(a);
+    int64_t panels = 0; /* products a head needs in place */
+    for (int64_t r = 0; r < rows; r += AE_MR) panels += job->dim / ((rows - r <= 3 ? 4 : 2) * AE_VL);
+    for (int64_t i = 0; i < count; i += step) {
+        const char *const *at = w->v_rows + i;
+        attn_ahead ahead = ahead_of(at, width, t->heads * panels * AE_BLOCK);
         for (int64_t h = 0; h < t->heads; h++) {
-            const char *const *at = w->v_rows + i;
             const int64_t shift = h * a->v_kv_stride * kv_bytes(a), row = h * t->queries + first, n = ae_min(step, count - i);
             const float *p = w->scores + row * AE_SCORES + column + i;
             if (in_place) {
-                in_place_product(job, p, at, shift, rows, n, acc + row * job->dim);
+                in_place_product(job, p, at, shift, rows, n, acc + row * job->dim, &ahead);
                 continue;
             }
             switch (a->kv_dtype) {
@@ -231,6 +242,7 @@ static void piece_values(const attn_job *job, const attn_tile *t, const attn_scr
             }
             staged_product(job, p, w->values, rows, n, acc + row * job->dim);
         }
+    }
 }
 
 /* Scores of columns first .. last - 1 (whole blocks) -> probabilities, 0 outside begin .. end - 1. */

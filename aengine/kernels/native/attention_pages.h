@@ -65,6 +65,29 @@ AE_INLINE void prefetch_row(const char *row, int64_t bytes)
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
+/* The block after the one in work, asked for line by line in the order of memory, spread over the work. */
+typedef struct {
+    const char *const *row;
+    int64_t offset, step, width;
+} attn_ahead;
+
+/* `rows` of the block in work, each `width` bytes for all heads of the tile; `asks`: how often ask() will be called. */
+static inline attn_ahead ahead_of(const char *const *rows, int64_t width, int64_t asks)
+{
+    return (attn_ahead){rows + AE_BLOCK, 0, ae_max(1, AE_BLOCK * width / asks), width};
+}
+
+AE_INLINE void ask(attn_ahead *ahead)
+{
+    if ((ahead->offset & 63) < ahead->step) __builtin_prefetch(*ahead->row + ahead->offset, 0, 2);
+    if (ahead->step > 64) __builtin_prefetch(*ahead->row + ahead->offset + 64, 0, 2);
+    ahead->offset += ahead->step;
+    if (ahead->offset >= ahead->width) {
+        ahead->offset = 0;
+        ahead->row++;
+    }
+}
+
 /* ---- staging ---- */
 
 #if defined(__AVX2__)
@@ -121,18 +144,18 @@ AE_INLINE void transpose8(const char *const *rows, int64_t offset, const int kin
 #endif
 
 /* BLOCK rows of keys, `shift` bytes on -> [head_dim][BLOCK]. */
-AE_INLINE void stage_keys(float *keys, const char *const *rows, int64_t shift, int64_t head_dim, const int kind)
+AE_INLINE void stage_keys(float *keys, const char *const *rows, int64_t shift, int64_t head_dim, const int kind,
+                          attn_ahead *ahead)
 {
-    const int64_t bytes = head_dim * kind_bytes(kind), step = 16 / kind_bytes(kind);
+    const int64_t step = 16 / kind_bytes(kind);
     for (int64_t i = 0; i < AE_BLOCK; i += 8) {
         const char *now[8];
-        int64_t d = 0, asked = 0;
+        int64_t d = 0;
         for (int64_t j = 0; j < 8; j++) now[j] = rows[i + j] + shift;
         for (; d + step <= head_dim; d += step) {
             transpose8(now, d * kind_bytes(kind), kind, keys + d * AE_BLOCK + i);
-            for (; asked * head_dim < 8 * d; asked++) prefetch_row(rows[i + asked + AE_BLOCK] + shift, bytes);
+            ask(ahead);
         }
-        for (; asked < 8; asked++) prefetch_row(rows[i + asked + AE_BLOCK] + shift, bytes);
         for (; d < head_dim; d++)
             for (int64_t j = 0; j < 8; j++) keys[d * AE_BLOCK + i + j] = load_one(now[j], d, kind);
     }
