@@ -4,8 +4,8 @@
 
 Shape of SmolLM2-135M: 9 query and 3 key-value heads of 64, pages of 16 tokens from an arena with 30 layers, so that a
 layer's pages lie as far apart as in an engine. Every step uses the next layer of the arena: what one reads does not lie
-in cache for the next. "shared": all rows name the same pages for all but the last 64 positions. GB/s counts the bytes of
-KV that rows read, shared pages as often as rows read them; "of peak" is arithmetic per second of CPU time against one
+in cache for the next. "shared": all rows name the same pages for all but the last 64 positions. GB/s counts the KV that
+rows read, shared pages as often as rows read them; "of peak" is arithmetic per second of CPU time against one
 core's multiply-adds. "torch": gather of the pages and scaled_dot_product_attention.
 """
 

@@ -94,8 +94,8 @@ class PagedAttention:
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] -> (int8 [..., D], fp32 scale [...]): round(x * (127 / m)), ties to even, and m / 127, with m = max |x|
-    over D. A row under 1e-30 becomes 0."""
+    """x [..., D] -> (int8 [..., D], fp32 scale [...]): round(x * (127 / m)), ties to even, and m / 127, where m is the
+    largest |x| over D. A row under 1e-30 becomes 0."""
     x = x.float()
     most = x.abs().amax(-1)
     factor = torch.where(most > 1e-30, 127.0 / most, 0.0)

@@ -62,7 +62,7 @@ class Arena:
         return typed.as_strided((pages, *shape), (planned.pitch // item, *strides[: len(shape)]), offset)
 
     def layer_kv(self, layers: Sequence[tuple[int, int]]) -> tuple[LayerKV, ...]:
-        """K and V views (of int8 pages, their scales too) for layers given as (group, layer number), in order of layer number.
+        """K and V views for layers given as (group, layer number), in order of layer number; of int8 pages also scales.
 
         The i-th pair of a group is the i-th layer of its pages.
         """
