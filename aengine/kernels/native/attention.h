@@ -1,7 +1,7 @@
 /* What the parts of paged attention share: tiles of queries, their scratch, where a position lies in the pages.
  *
  * attention_plan.h cuts a step into tiles and finds rows that share pages; attention_pages.h moves keys and values;
- * attention.c computes.
+ * attention_products.h multiplies; attention.c orders all that into softmax, spans and threads.
  */
 #ifndef AE_ATTENTION_H
 #define AE_ATTENTION_H

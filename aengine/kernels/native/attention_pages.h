@@ -50,7 +50,8 @@ static void find_run(const ae_attention_args *a, int values, int64_t row, int64_
  * values, after values the next span's keys (or again the first value). So row i + BLOCK is always what to prefetch when
  * row i is used, and a block of keys that stands over the end of its piece reads valid memory (no score of it is used).
  * Pages lie anywhere, so the hardware does not foresee them. */
-static void find_rows(const ae_attention_args *a, const attn_scratch *w, const attn_segment *s, int64_t head, attn_piece piece)
+static void find_rows(const ae_attention_args *a, const attn_scratch *w, const attn_segment *s, int64_t head,
+                      attn_piece piece)
 {
     const int64_t count = piece.end - piece.begin, after = ae_min(AE_BLOCK, s->end - piece.end);
     find_run(a, 0, s->row, head, piece.begin, piece.end, w->k_rows);

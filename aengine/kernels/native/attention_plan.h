@@ -44,8 +44,9 @@ static void walk_pieces(piece_walk *walk, int64_t first, int64_t last, int64_t f
         }
         int64_t shared = run == first + 1 ? end : ae_min(end, (begin / page + 1) * page);
         while (shared < end) {
+            const int64_t name = page_of(walk->args, lead->row, shared);
             int64_t i = first + 1;
-            while (i < run && page_of(walk->args, walk->segment[i].row, shared) == page_of(walk->args, lead->row, shared)) i++;
+            while (i < run && page_of(walk->args, walk->segment[i].row, shared) == name) i++;
             if (i < run) break;
             shared = ae_min(end, shared + page);
         }
@@ -64,7 +65,10 @@ static void find_pieces(const attn_job *job, const attn_tile *t, int64_t span, a
 
 /* ---- tiles ---- */
 
-static inline int64_t row_tokens(const ae_attention_args *a, int64_t row) { return a->row_offsets[row + 1] - a->row_offsets[row]; }
+static inline int64_t row_tokens(const ae_attention_args *a, int64_t row)
+{
+    return a->row_offsets[row + 1] - a->row_offsets[row];
+}
 
 static inline int64_t row_begin(const ae_attention_args *a, int64_t row)
 {
@@ -182,7 +186,8 @@ static int plan_job(ae_context *ctx, attn_job *job, int threads)
 {
     const ae_attention_args *a = job->args;
     const int64_t tokens = a->row_offsets[a->rows];
-    const int64_t tiles = tokens * a->kv_heads * (int64_t)sizeof(attn_tile), segments = tokens * (int64_t)sizeof(attn_segment);
+    const int64_t tiles = tokens * a->kv_heads * (int64_t)sizeof(attn_tile);
+    const int64_t segments = tokens * (int64_t)sizeof(attn_segment);
     char *memory = ae_pool_scratch(ctx->pool, AE_SHARED_A, (size_t)(tiles + segments + a->rows * 8));
     if (!memory) return 1;
     job->tile = (attn_tile *)memory;
