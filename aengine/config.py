@@ -74,7 +74,7 @@ class ModelConfigArgs:
     """Which model, and how it is held."""
 
     model: str = _setting("smollm2-135m", "packaged name, folder in Hugging Face layout, .gguf file or hub id")
-    dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "element type of weights and KV pages")
+    dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "element type of weights and activations")
     max_model_len: int | None = _setting(None, "context length in tokens; unset: fitted to the model and memory")
     chat_template: str | None = _setting(None, "file with a Jinja chat template; unset: the model's own")
     served_model_name: tuple[str, ...] = _setting((), "names the HTTP API answers to; unset: the model's name")
@@ -109,11 +109,15 @@ class CacheConfig:
     """KV pages and their reuse."""
 
     page_tokens: int = _setting(16, "tokens a KV page holds")
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = _setting(
+        "auto", "element type of KV pages; auto: as computed; int8: a scale per token and head"
+    )
     kv_bytes: int | None = _setting(None, "bytes for KV pages (512MiB, 2GiB); unset: fitted to free memory")
     prefix_caching: bool = _setting(True, "reuse the KV of prompts that begin alike")
 
     def __post_init__(self) -> None:
         _check("page_tokens", self.page_tokens, 1, 1024, "tokens")
+        _check_choice("kv_dtype", self.kv_dtype, ("auto", "float32", "bfloat16", "int8"))
         _check("kv_bytes", self.kv_bytes, 1, 2**50, "bytes")
 
 

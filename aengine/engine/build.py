@@ -189,6 +189,17 @@ def kv_groups(attention: Sequence[AttentionSpec], dtype: str, page_tokens: int) 
     return groups
 
 
+def kv_dtype(config: EngineConfig, model: Model) -> str:
+    """The element type of KV pages. Raises ConfigError for one that some layer's kernels cannot read."""
+    if config.cache.kv_dtype == "auto":
+        return str(model.dtype).removeprefix("torch.")
+    cross = sum(spec.cross for spec in model.attention)
+    if config.cache.kv_dtype == "int8" and cross:
+        text = f"kv_dtype int8 is not for models with cross-attention: {cross} of {len(model.attention)} layers have it"
+        raise ConfigError(text, param="kv_dtype")
+    return config.cache.kv_dtype
+
+
 def state_groups(states: Sequence[StateSpec], page_tokens: int) -> list[GroupSpec]:
     """The page groups of a model's recurrent layers, which follow those of attention; checkpoints of a state stand at
     multiples of `page_tokens`."""
@@ -237,7 +248,7 @@ def _plan_pages(config: EngineConfig, files: ModelFiles, model: Model) -> tuple[
     """(page plan, context length in tokens) of all the model's groups."""
     from aengine.kernels.ops import state_specs
 
-    groups = kv_groups(model.attention, str(model.dtype).removeprefix("torch."), config.cache.page_tokens)
+    groups = kv_groups(model.attention, kv_dtype(config, model), config.cache.page_tokens)
     groups += state_groups(state_specs(model), config.cache.page_tokens)
     vision = load_config(files).vision
     return size_pool(
@@ -274,7 +285,8 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         arena = Arena(pages)
     ledger.sizes.append(("KV pages", pages.arena_bytes))
     ledger.lines += pages.describe().splitlines()
-    ledger.lines.append(f"context {context} tokens; {threads} threads; {ops.name} kernels; {name}")
+    kv = kv_dtype(config, model)
+    ledger.lines.append(f"context {context} tokens; {threads} threads; {ops.name} kernels; {name}; KV {kv}")
 
     with ledger.phase("capture"):
         executor = _executor(config, model, ops, arena, context, ledger)

@@ -91,10 +91,15 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Strided views of the arena: k, v [pages, page_tokens, kv_heads, head_dim]; stride(0) may exceed the product."""
+    """Strided views of the arena: k, v [pages, page_tokens, kv_heads, head_dim]; stride(0) may exceed the product.
+
+    int8 k and v count in units of k_scale, v_scale: fp32 [pages, page_tokens, kv_heads], of equal strides.
+    """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def page_tokens(self) -> int:

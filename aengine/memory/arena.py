@@ -63,7 +63,7 @@ class Arena:
         return typed.as_strided((pages, *shape), (planned.pitch // item, *strides[: len(shape)]), offset)
 
     def layer_kv(self, layers: Sequence[tuple[int, int]]) -> tuple[LayerKV, ...]:
-        """K and V views for layers given as (group, layer number), in order of layer number.
+        """K and V views for layers given as (group, layer number), in order of layer number; of int8 pages also scales.
 
         The i-th pair of a group is the i-th layer of its pages.
         """
@@ -72,7 +72,8 @@ class Arena:
         for group, _ in layers:
             index = seen[group]
             seen[group] += 1
-            out.append(LayerKV(self.view(group, index, "k"), self.view(group, index, "v")))
+            parts = self.plan.groups[group].spec.layers[index].parts
+            out.append(LayerKV(**{part.name: self.view(group, index, part.name) for part in parts}))
         return tuple(out)
 
     def layer_states(self, layers: Sequence[tuple[int, int]]) -> tuple[LayerState, ...]:

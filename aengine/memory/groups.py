@@ -126,10 +126,15 @@ def attention_group(
     dtype: str = "bfloat16",
     tokens_per_page: int = 16,
 ) -> GroupSpec:
-    """A group of equal attention layers with parts "k" and "v", each [tokens_per_page, kv_heads, head_dim]."""
+    """A group of equal attention layers with parts "k" and "v", each [tokens_per_page, kv_heads, head_dim].
+
+    With dtype int8 also "k_scale" and "v_scale", float32 [tokens_per_page, kv_heads].
+    """
     names = [f"layer{i}" for i in range(layers)] if isinstance(layers, int) else layers
-    parts = (Part("k", (kv_heads, head_dim), dtype), Part("v", (kv_heads, head_dim), dtype))
-    return GroupSpec(name, lifetime, tuple(LayerSpec(n, parts) for n in names), tokens_per_page)
+    parts = [Part("k", (kv_heads, head_dim), dtype), Part("v", (kv_heads, head_dim), dtype)]
+    if dtype == "int8":
+        parts += [Part("k_scale", (kv_heads,), "float32"), Part("v_scale", (kv_heads,), "float32")]
+    return GroupSpec(name, lifetime, tuple(LayerSpec(n, tuple(parts)) for n in names), tokens_per_page)
 
 
 def _aligned(size: int) -> int:

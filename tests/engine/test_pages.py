@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig
 
 from aengine.config import CacheConfig, EngineConfig, ModelConfigArgs, SchedulerConfig
-from aengine.engine.build import describe_pages, kv_groups
+from aengine.engine.build import describe_pages, kv_dtype, kv_groups
 from aengine.engine.sizing import bytes_for, in_flight_tokens, size_pool
 from aengine.errors import ConfigError
 from aengine.kernels.ops import AttentionSpec
@@ -45,6 +48,27 @@ def test_each_kind_of_layer_gets_its_lifetime() -> None:
         ["layer3"],
     ]
     assert groups[1].payload_bytes == 2 * groups[0].payload_bytes
+
+
+def test_int8_pages_hold_scales_beside_keys_and_values() -> None:
+    group = kv_groups([spec(0, 0), spec(1, 0)], "int8", 16)[0]
+    assert [(part.name, part.shape, part.dtype) for part in group.layers[1].parts] == [
+        ("k", (2, 8), "int8"),
+        ("v", (2, 8), "int8"),
+        ("k_scale", (2,), "float32"),
+        ("v_scale", (2,), "float32"),
+    ]
+    assert group.payload_bytes == 2 * 2 * (16 * 2 * 8 + 16 * 2 * 4)
+
+
+def test_the_element_type_of_pages_is_the_computed_one_unless_asked() -> None:
+    model: Any = SimpleNamespace(dtype=torch.bfloat16, attention=(spec(0, 0), replace(spec(1, 1), cross=True)))
+    assert kv_dtype(EngineConfig(), model) == "bfloat16"
+    assert kv_dtype(EngineConfig(cache=CacheConfig(kv_dtype="float32")), model) == "float32"
+    with pytest.raises(ConfigError, match="1 of 2 layers"):
+        kv_dtype(EngineConfig(cache=CacheConfig(kv_dtype="int8")), model)
+    model.attention = model.attention[:1]
+    assert kv_dtype(EngineConfig(cache=CacheConfig(kv_dtype="int8")), model) == "int8"
 
 
 def test_windows_bound_what_a_context_needs() -> None:

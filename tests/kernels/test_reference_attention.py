@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from aengine.kernels import reference_attention
 from aengine.kernels.reference import ReferenceOps
+from tests.kernels.native.paged import Pages, dense_attention, make_batch, make_spec, random_sequence, step_inputs
 
 MIXED = [(0, 5), (7, 1), (3, 6), (30, 1), (0, 1), (8, 1), (12, 4), (16, 1)]
 
@@ -97,3 +98,18 @@ def test_rows_that_share_a_page_see_what_this_step_writes(make_scene, slow_atten
 )
 def test_any_batch_agrees_with_the_definition(make_scene, slow_attention, rows, page, window, chunk, seed):
     check(make_scene(rows, page=page, window=window, chunk=chunk, seed=seed, heads=2, kv_heads=1), slow_attention)
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 21}, {"chunk": 24}])
+def test_int8_pages(kind):
+    spec = make_spec(6, 2, 16, **kind)
+    rows = [(0, 0, 40), (1, 38, 1), (2, 30, 5)]
+    sequences = [random_sequence(start + count, spec, torch.float32, row) for row, start, count in rows]
+    pages = Pages([s.length for s in sequences], spec, torch.int8, page_tokens=8, seed=0)
+    for row, start, _ in rows:
+        pages.fill(row, sequences[row], start)
+    out = ReferenceOps().attention(*step_inputs(sequences, rows), spec, make_batch(pages, rows))
+    expected = torch.cat([dense_attention(sequences[row], spec, torch.int8, start=start) for row, start, _ in rows])
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+    exact = torch.cat([dense_attention(sequences[row], spec, torch.float32, start=start) for row, start, _ in rows])
+    assert 1e-4 < (expected - exact).abs().max() < 0.05

@@ -103,6 +103,22 @@ def test_layer_kv_follows_the_order_of_layers() -> None:
     assert kv[0].page_tokens == 8
 
 
+def test_layer_kv_of_int8_pages_has_scales() -> None:
+    groups = [attention_group("full", Full(), 2, kv_heads=2, head_dim=16, dtype="int8")]
+    arena = Arena(plan(groups, 2**20))
+    first, second = arena.layer_kv([(0, 0), (0, 1)])
+    assert second.k_scale is not None
+    assert second.v_scale is not None
+    assert second.k_scale.shape == (*second.k.shape[:2], 2)
+    assert second.k_scale.stride() == second.v_scale.stride()
+    second.k.fill_(3)
+    second.k_scale.fill_(0.5)
+    assert first.k_scale is not None
+    assert not first.k_scale.any()
+    assert not second.v_scale.any()
+    assert not first.k.any()
+
+
 def test_gather_through_a_block_table() -> None:
     arena = make()
     key = arena.view(0, 0, "k")

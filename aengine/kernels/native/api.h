@@ -17,7 +17,7 @@
 #define AE_EXPORT __attribute__((visibility("default")))
 #define AE_ABI 3
 
-enum { AE_F32 = 0, AE_BF16 = 1, AE_F16 = 2, AE_QUANTISED = 3 };
+enum { AE_F32 = 0, AE_BF16 = 1, AE_F16 = 2, AE_QUANTISED = 3, AE_I8 = 4 }; /* AE_I8: KV pages only */
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
 /* What befell a row or a sampled position alone. */
 enum {
@@ -158,6 +158,9 @@ typedef struct {
     int64_t rows, heads, kv_heads, head_dim, window, chunk;
     double scale, softcap;
     const float *sinks; /* [heads] or NULL: the score of one more key, whose value is zero */
+    float *k_scales; /* kv_dtype AE_I8: per page, token and head what its elements are multiplied by; else NULL */
+    float *v_scales;
+    int64_t scale_page_stride, scale_token_stride, scale_kv_stride;
 } ae_attention_args;
 
 /* out = x * y, rows of `dim` elements; out contiguous. */

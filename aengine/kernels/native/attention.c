@@ -1,159 +1,179 @@
 /* Paged attention: queries of ragged rows over their pages, decode and prefill alike.
  *
- * One order for every query, fixed by its position alone:
- *   - keys in blocks of 32 positions, aligned to absolute positions; per block one online-softmax step;
- *   - blocks in spans of 256 positions, also aligned; each span starts from nothing, and spans are merged in order.
- * So a query gets the same bits in a decode step, in any prefill chunk, after a cache hit, and however its pages are
- * permuted. Spans are also what lets several threads work on one query: with few queries each (tile, span) is a task of
- * its own and the merge comes last; with many, one thread walks all spans of a tile and merges as it goes.
+ * One order for every query, fixed by its position alone: keys in spans of 256 positions, aligned to absolute positions.
+ * A span starts from nothing: scores of its keys (one chain over head_dim each), their maximum, probabilities with one
+ * lane-wise sum, then weighted values (one chain over positions). Spans are merged in order. So a query gets the same
+ * bits in a decode step, in any prefill chunk, after a cache hit, beside rows that share its pages, and however its pages
+ * are permuted. Spans are also what lets several threads work on one query: with few tiles each (tile, span) is a task
+ * of its own and the merge comes last; with many, one thread walks all spans of a tile and merges as it goes.
  *
- * A tile is up to 48 query rows (tokens x query heads of one key-value head). Per block its keys are transposed to
- * [head_dim][32] fp32 and its values copied to [32][head_dim] fp32, once for all rows; scores and outputs are then the
- * same tile products as in gemm.c. Keys outside a row's range get probability exactly 0, and stepping over exact zeros
- * changes no bit, so ranges may differ between the rows of a tile. (It may turn -0 into +0; the last step makes all
- * zeros +0.)
+ * A tile is up to about 96 query rows: tokens x query heads of one key-value head, of one ragged row or of several that
+ * name the same pages. A span of a tile falls into pieces of pages that its rows share (one, mostly); each is staged once
+ * for all rows it serves, keys as [head_dim][BLOCK] fp32, values as panels of [SPAN][NR] fp32, for the tile products of
+ * tile.h. Where rows are few, values are used where they lie. Keys outside a row's range get probability exactly 0, and
+ * stepping over exact zeros changes no bit, so ranges may differ between the rows of a tile. (It may turn -0 into +0; the
+ * last step makes all zeros +0.)
  */
 #include "attention.h"
 
 #include <math.h>
 #include <stdatomic.h>
 
-/* Rows of scores of one block, for positions block .. block + 32; out of range: probability 0. Returns via state. */
-static void softmax_step(const attn_job *job, attn_state *st, float *s, int64_t begin, int64_t end)
+#include "attention_pages.h"
+#include "attention_plan.h"
+#include "attention_products.h"
+
+/* ---- one span ---- */
+
+/* Query rows of a piece: where they begin among the rows of a head, and how many. */
+static int64_t piece_rows(const attn_job *job, const attn_tile *t, attn_piece piece, int64_t *first)
 {
-    const vf floor = vf_set1(-INFINITY), scale = vf_set1((float)job->args->scale);
-    const float cap = (float)job->args->softcap;
-    vf v[AE_BLOCK / AE_VL], top = floor;
-    AE_UNROLL
-    for (int k = 0; k < AE_BLOCK / AE_VL; k++) {
-        v[k] = vf_load(s + k * AE_VL) * scale;
-        if (cap > 0.0f) { /* cap tanh(x / cap), tanh u = 1 - 2 / (1 + e^2u) */
-            const vf e = vf_exp(v[k] * vf_set1(2.0f / cap));
-            v[k] = vf_set1(cap) - vf_set1(2.0f * cap) / (e + vf_set1(1.0f));
-        }
-        if (begin > 0 || end < AE_BLOCK) {
-            const vi at = lane_index(k * AE_VL);
-            v[k] = vf_select((vi)(at >= (int32_t)begin) & (vi)(at < (int32_t)end), v[k], floor);
-        }
-        top = vf_max(v[k], top);
-    }
-    const float before = st->max, now = fmaxf(before, vf_hmax(top));
-    vf sum = vf_set1(0.0f);
-    AE_UNROLL
-    for (int k = 0; k < AE_BLOCK / AE_VL; k++) {
-        const vf p = vf_exp(v[k] - vf_set1(now));
-        sum += p;
-        vf_store(s + k * AE_VL, p);
-    }
-    if (now != before) { /* else the factor is e^0 = 1, exactly */
-        const vf factor = vf_exp(vf_set1(before - now));
-        for (int64_t d = 0; d < job->dim; d += AE_VL) vf_store(st->acc + d, vf_load(st->acc + d) * factor);
-        sum = vf_fma(vf_load(st->sum), factor, sum);
-    } else {
-        sum = vf_load(st->sum) + sum;
-    }
-    st->max = now;
-    vf_store(st->sum, sum);
+    const attn_segment *s = job->segment + t->segment;
+    *first = s[piece.first].at;
+    return (piece.last == t->segments ? t->queries : s[piece.last].at) - *first;
 }
 
-static void scores_of_block(const attn_scratch *w, const float *q, int64_t rows, int64_t head_dim, int64_t dim)
+/* Scores (or probabilities) of a piece's columns times the scale of each key (or value). */
+static void apply_scales(const attn_job *job, const attn_tile *t, const attn_scratch *w, attn_piece piece, int values,
+                         int64_t column)
 {
-    for (int64_t c = 0; c < AE_BLOCK; c += AE_NR)
-        for (int64_t r = 0; r < rows; r += AE_MR) {
-            const float *x = q + r * dim;
-            float *s = w->scores + r * AE_BLOCK + c;
-            switch (ae_min(AE_MR, rows - r)) {
-#define SCORE_CASE(MR) \
-    case MR: tile_c(MR, AE_W_F32, x, dim, w->keys + c, AE_BLOCK, head_dim, s, AE_BLOCK, 0, 0, 0); break;
-                AE_EACH_MR(SCORE_CASE)
-            }
+    int64_t first;
+    const int64_t rows = piece_rows(job, t, piece, &first), count = piece.end - piece.begin;
+    for (int64_t h = 0; h < t->heads; h++) {
+        find_scales(job->args, values, job->segment + t->segment + piece.first, t->head + h, piece, w->scales);
+        for (int64_t i = 0; i < rows; i++) {
+            float *s = w->scores + (h * t->queries + first + i) * AE_SCORES + column;
+            for (int64_t k = 0; k < count; k += AE_VL) vf_store(s + k, vf_load(s + k) * vf_load(w->scales + k));
         }
+    }
 }
 
-/* acc += P V over positions first .. last - 1 of the block, from staged values. */
-static void staged_values(const attn_scratch *w, float *acc, int64_t rows, int64_t dim, int64_t first, int64_t last)
-{
-    for (int64_t c = 0; c < dim; c += AE_NR)
-        for (int64_t r = 0; r < rows; r += AE_MR) {
-            const float *p = w->scores + r * AE_BLOCK + first, *v = w->values + first * dim + c;
-            float *to = acc + r * dim + c;
-            switch (ae_min(AE_MR, rows - r)) {
-#define VALUE_CASE(MR) \
-    case MR: tile_c(MR, AE_W_F32, p, AE_BLOCK, v, dim, last - first, to, dim, 1, 0, 0); break;
-                AE_EACH_MR(VALUE_CASE)
-            }
-        }
-}
-
-/* The same for at most MR rows (decode), straight from the pages, cut where a page ends. */
-AE_INLINE void paged_values(const int kind, const attn_job *job, const attn_tile *t, const float *scores, int64_t head,
-                            int64_t block, int64_t first, int64_t last, float *acc, int64_t rows)
+static void piece_scores(const attn_job *job, const attn_tile *t, const attn_scratch *w, attn_piece piece, int64_t column)
 {
     const ae_attention_args *a = job->args;
-    for (int64_t p = first; p < last;) {
-        const int64_t n = ae_min(last, (p / a->page_tokens + 1) * a->page_tokens) - p;
-        const char *v = page_row(a, 1, t->row, head, p);
-        const char *next = p + AE_BLOCK < t->end ? page_row(a, 1, t->row, head, p + AE_BLOCK) : v;
-        const int64_t ahead = (next - v) / (kind == AE_W_F32 ? 4 : 2);
-        for (int64_t c = 0; c < job->dim; c += AE_NR) {
-            const void *from = v + c * (kind == AE_W_F32 ? 4 : 2);
-            switch (rows) {
-#define PAGED_CASE(MR)                                                                                                  \
-    case MR:                                                                                                            \
-        tile_c(MR, kind, scores + p - block, AE_BLOCK, from, a->v_token_stride, n, acc + c, job->dim, 1, 1, ahead);     \
-        break;
-                AE_EACH_MR(PAGED_CASE)
+    int64_t first;
+    const int64_t rows = piece_rows(job, t, piece, &first), count = piece.end - piece.begin;
+    const int64_t width = t->heads * a->head_dim * kv_bytes(a);
+    for (int64_t i = 0; i < count; i += AE_BLOCK) {
+        const char *const *at = w->k_rows + i;
+        attn_ahead ahead = ahead_of(at, width, t->heads * AE_BLOCK / 8 * ae_max(1, a->head_dim * kv_bytes(a) / 16));
+        for (int64_t h = 0; h < t->heads; h++) {
+            const int64_t shift = h * a->k_kv_stride * kv_bytes(a), row = h * t->queries + first;
+            switch (a->kv_dtype) {
+            case AE_F32: stage_keys(w->keys, at, shift, a->head_dim, AE_F32, &ahead); break;
+            case AE_BF16: stage_keys(w->keys, at, shift, a->head_dim, AE_BF16, &ahead); break;
+            default: stage_keys(w->keys, at, shift, a->head_dim, AE_I8, &ahead);
             }
+            block_scores(w->q + row * job->dim, job->dim, rows, w->keys, a->head_dim,
+                         w->scores + row * AE_SCORES + column + i);
         }
-        p += n;
+    }
+    if (a->kv_dtype == AE_I8) apply_scales(job, t, w, piece, 0, column);
+}
+
+static void piece_values(const attn_job *job, const attn_tile *t, const attn_scratch *w, attn_piece piece, int64_t column,
+                         float *acc)
+{
+    const ae_attention_args *a = job->args;
+    int64_t first;
+    const int64_t rows = piece_rows(job, t, piece, &first), count = piece.end - piece.begin;
+    const int in_place = rows <= AE_IN_PLACE && a->head_dim == job->dim;
+    const int64_t step = in_place ? AE_BLOCK : AE_SPAN;
+    if (a->kv_dtype == AE_I8) apply_scales(job, t, w, piece, 1, column);
+    const int64_t width = t->heads * a->head_dim * kv_bytes(a);
+    int64_t panels = 0; /* products a head needs in place */
+    for (int64_t r = 0; r < rows; r += AE_MR) panels += job->dim / ((rows - r <= 3 ? 4 : 2) * AE_VL);
+    for (int64_t i = 0; i < count; i += step) {
+        const char *const *at = w->v_rows + i;
+        attn_ahead ahead = ahead_of(at, width, t->heads * panels * AE_BLOCK);
+        for (int64_t h = 0; h < t->heads; h++) {
+            const int64_t shift = h * a->v_kv_stride * kv_bytes(a), row = h * t->queries + first;
+            const int64_t n = ae_min(step, count - i);
+            const float *p = w->scores + row * AE_SCORES + column + i;
+            if (in_place) {
+                in_place_product(job, p, at, shift, rows, n, acc + row * job->dim, &ahead);
+                continue;
+            }
+            switch (a->kv_dtype) {
+            case AE_F32: stage_values(w->values, at, shift, n, a->head_dim, AE_F32); break;
+            case AE_BF16: stage_values(w->values, at, shift, n, a->head_dim, AE_BF16); break;
+            default: stage_values(w->values, at, shift, n, a->head_dim, AE_I8);
+            }
+            staged_product(job, p, w->values, rows, n, acc + row * job->dim);
+        }
     }
 }
 
-/* One block for all rows of one head of a tile. */
-static void attend_block(const attn_job *job, const attn_tile *t, const attn_scratch *w, int64_t head, int64_t block,
-                         const float *q, float *max, float *sum, float *acc)
+/* Scores of columns first .. last - 1 (whole blocks) -> probabilities, 0 outside begin .. end - 1. */
+static void softmax_row(const attn_job *job, float *s, int64_t first, int64_t last, int64_t begin, int64_t end, float *max,
+                        float *sum)
 {
-    const int64_t group = job->group, rows = t->tokens * group, dim = job->dim;
-    const int64_t first = ae_max(block, t->begin), last = ae_min(block + AE_BLOCK, t->end);
-    const int in_place = rows <= AE_MR && job->args->head_dim == dim;
-    stage_block(job, w, t, head, block, in_place);
-    scores_of_block(w, q, rows, job->args->head_dim, dim);
-    for (int64_t i = 0; i < rows; i++) {
-        const int64_t position = t->position + i / group;
-        const int64_t begin = ae_max(0, key_begin(job->args, position) - block);
-        const int64_t end = ae_min(AE_BLOCK, position + 1 - block);
-        float *s = w->scores + i * AE_BLOCK;
-        if (begin >= end) {
-            memset(s, 0, AE_BLOCK * sizeof *s);
-            continue;
-        }
-        attn_state st = {max[i], sum + i * AE_VL, acc + i * dim};
-        softmax_step(job, &st, s, begin, end);
-        max[i] = st.max;
+    const float cap = (float)job->args->softcap;
+    if (begin >= end) {
+        memset(s + first, 0, (size_t)(last - first) * sizeof *s);
+        return;
     }
-    if (!in_place)
-        staged_values(w, acc, rows, dim, first - block, last - block);
-    else if (job->args->kv_dtype == AE_BF16)
-        paged_values(AE_W_BF16, job, t, w->scores, head, block, first, last, acc, rows);
-    else
-        paged_values(AE_W_F32, job, t, w->scores, head, block, first, last, acc, rows);
+    if (cap > 0.0f) /* cap tanh(x / cap), tanh u = 1 - 2 / (1 + e^2u) */
+        for (int64_t k = first; k < last; k += AE_VL) {
+            const vf e = vf_exp(vf_load(s + k) * vf_set1(2.0f / cap));
+            vf_store(s + k, vf_set1(cap) - vf_set1(2.0f * cap) / (e + vf_set1(1.0f)));
+        }
+    for (int64_t k = first; k < begin; k++) s[k] = -INFINITY;
+    for (int64_t k = end; k < last; k++) s[k] = -INFINITY;
+    vf top[4], total[4];
+    AE_UNROLL
+    for (int i = 0; i < 4; i++) top[i] = vf_set1(-INFINITY), total[i] = vf_set1(0.0f);
+    for (int64_t k = first; k < last; k += AE_BLOCK)
+        AE_UNROLL
+        for (int i = 0; i < 4; i++) top[i] = vf_max(vf_load(s + k + i * AE_VL), top[i]);
+    *max = vf_hmax(vf_max(vf_max(top[0], top[1]), vf_max(top[2], top[3])));
+    const vf most = vf_set1(*max);
+    for (int64_t k = first; k < last; k += AE_BLOCK)
+        AE_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const vf p = vf_exp(vf_load(s + k + i * AE_VL) - most);
+            total[i] += p;
+            vf_store(s + k + i * AE_VL, p);
+        }
+    vf_store(sum, (total[0] + total[1]) + (total[2] + total[3]));
+}
+
+static void softmax_span(const attn_job *job, const attn_tile *t, const attn_scratch *w, int64_t span, attn_part part)
+{
+    const int64_t zero = span * AE_SPAN;
+    const int64_t first = ae_max(0, t->begin - zero) / AE_BLOCK * AE_BLOCK;
+    const int64_t last = ae_round_up(ae_min(AE_SPAN, t->end - zero), AE_BLOCK);
+    int64_t row = 0;
+    for (int64_t h = 0; h < t->heads; h++)
+        for (int64_t i = 0; i < t->segments; i++) {
+            const attn_segment *s = &job->segment[t->segment + i];
+            for (int64_t p = s->position; p < s->position + s->tokens; p++) {
+                const int64_t begin = ae_max(0, key_begin(job->args, p) - zero), end = ae_min(AE_SPAN, p + 1 - zero);
+                for (int64_t g = 0; g < job->group; g++, row++)
+                    softmax_row(job, w->scores + row * AE_SCORES, first, last, begin, end, part.max + row,
+                                part.sum + row * AE_VL);
+            }
+        }
 }
 
 /* One span of a tile from nothing into `part` (rows of all its heads). */
-static void attend_span(const attn_job *job, const attn_tile *t, const attn_scratch *w, int64_t span, attn_part part)
+static void attend_span(const attn_job *job, const attn_tile *t, attn_scratch *w, int64_t span, attn_part part)
 {
-    const int64_t rows = t->tokens * job->group, dim = job->dim, total = rows * t->heads;
-    const int64_t begin = ae_max(t->begin, span * AE_SPAN) / AE_BLOCK * AE_BLOCK;
-    const int64_t end = ae_min(t->end, (span + 1) * AE_SPAN);
-    for (int64_t i = 0; i < total; i++) part.max[i] = -INFINITY;
-    memset(part.sum, 0, (size_t)(total * AE_VL) * sizeof *part.sum);
-    memset(part.acc, 0, (size_t)(total * dim) * sizeof *part.acc);
-    for (int64_t block = begin; block < end; block += AE_BLOCK)
-        for (int64_t h = 0; h < t->heads; h++) {
-            const int64_t at = h * rows;
-            attend_block(job, t, w, t->head + h, block, w->q + at * dim, part.max + at, part.sum + at * AE_VL,
-                         part.acc + at * dim);
-        }
+    const int64_t rows = t->queries * t->heads, zero = span * AE_SPAN;
+    const attn_segment *s = job->segment + t->segment;
+    for (int64_t i = 0; i < rows; i++) part.max[i] = -INFINITY;
+    memset(part.sum, 0, (size_t)(rows * AE_VL) * sizeof *part.sum);
+    memset(part.acc, 0, (size_t)(rows * job->dim) * sizeof *part.acc);
+    find_pieces(job, t, span, w);
+    for (int64_t i = 0; i < w->pieces; i++) {
+        find_rows(job->args, w, s + w->piece[i].first, t->head, w->piece[i]);
+        piece_scores(job, t, w, w->piece[i], w->piece[i].begin - zero);
+    }
+    softmax_span(job, t, w, span, part);
+    for (int64_t i = 0; i < w->pieces; i++) {
+        if (w->pieces > 1) find_rows(job->args, w, s + w->piece[i].first, t->head, w->piece[i]);
+        piece_values(job, t, w, w->piece[i], w->piece[i].begin - zero, part.acc);
+    }
 }
 
 /* total <- total merged with the next span. A side that saw no key of a row leaves the other as it is. */
@@ -178,6 +198,8 @@ static void merge_span(attn_part total, attn_part next, int64_t rows, int64_t di
     }
 }
 
+/* ---- whole tiles ---- */
+
 /* What the weighted values of a row are multiplied by: 1 / sum. A sink joins the sum here, after all keys. */
 static float output_factor(const ae_attention_args *a, int64_t head, float max, float sum)
 {
@@ -189,34 +211,40 @@ static float output_factor(const ae_attention_args *a, int64_t head, float max, 
     return keys[0] / (sum * keys[0] + sink[0]);
 }
 
-static void write_outputs(const attn_job *job, const attn_tile *t, attn_part total)
+static void write_output(const attn_job *job, int64_t token, int64_t head, attn_part total, int64_t row)
 {
     const ae_attention_args *a = job->args;
-    const int64_t group = job->group, rows = t->tokens * group, d = a->head_dim;
-    for (int64_t i = 0; i < rows * t->heads; i++) {
-        const int64_t head = (t->head + i / rows) * group + i % group, token = t->token + i % rows / group;
-        const int64_t out = (token * a->heads + head) * d;
-        const vf inv = vf_set1(output_factor(a, head, total.max[i], vf_sum(vf_load(total.sum + i * AE_VL))));
-        for (int64_t j = 0; j < d; j += AE_VL) {
-            const vf v = vf_load(total.acc + i * job->dim + j) * inv + vf_set1(0.0f);
-            const int n = (int)ae_min(AE_VL, d - j);
-            if (n == AE_VL)
-                a->dtype == AE_BF16 ? vf_put(a->out, out + j, v, 1) : vf_put(a->out, out + j, v, 0);
-            else
-                vf_put_part(a->out, out + j, n, v, a->dtype == AE_BF16);
-        }
+    const int64_t d = a->head_dim, out = (token * a->heads + head) * d;
+    const vf factor = vf_set1(output_factor(a, head, total.max[row], vf_sum(vf_load(total.sum + row * AE_VL))));
+    for (int64_t j = 0; j < d; j += AE_VL) {
+        const vf v = vf_load(total.acc + row * job->dim + j) * factor + vf_set1(0.0f);
+        const int n = (int)ae_min(AE_VL, d - j);
+        if (n == AE_VL)
+            a->dtype == AE_BF16 ? vf_put(a->out, out + j, v, 1) : vf_put(a->out, out + j, v, 0);
+        else
+            vf_put_part(a->out, out + j, n, v, a->dtype == AE_BF16);
     }
 }
 
-static void whole_tile(const attn_job *job, const attn_tile *t, const attn_scratch *w)
+static void write_outputs(const attn_job *job, const attn_tile *t, attn_part total)
 {
-    const int64_t rows = t->tokens * job->group * t->heads;
+    int64_t row = 0;
+    for (int64_t h = t->head; h < t->head + t->heads; h++)
+        for (int64_t i = 0; i < t->segments; i++) {
+            const attn_segment *s = &job->segment[t->segment + i];
+            for (int64_t token = s->token; token < s->token + s->tokens; token++)
+                for (int64_t g = 0; g < job->group; g++) write_output(job, token, h * job->group + g, total, row++);
+        }
+}
+
+static void whole_tile(const attn_job *job, const attn_tile *t, attn_scratch *w)
+{
     const int64_t first = t->begin / AE_SPAN, last = (t->end - 1) / AE_SPAN;
     load_queries(job, t, w->q);
     attend_span(job, t, w, first, w->total);
     for (int64_t span = first + 1; span <= last; span++) {
         attend_span(job, t, w, span, w->part);
-        merge_span(w->total, w->part, rows, job->dim);
+        merge_span(w->total, w->part, t->queries * t->heads, job->dim);
     }
     write_outputs(job, t, w->total);
 }
@@ -226,7 +254,8 @@ static void tiles_task(void *arg, int part, int parts)
 {
     (void)parts;
     attn_job *job = arg;
-    const attn_scratch w = scratch_of(job, job->scratch[part]);
+    int64_t bytes;
+    attn_scratch w = scratch_at(job, job->scratch[part], &bytes);
     for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->tiles;) whole_tile(job, &job->tile[i], &w);
 }
 
@@ -234,7 +263,8 @@ static void spans_task(void *arg, int part, int parts)
 {
     (void)parts;
     attn_job *job = arg;
-    const attn_scratch w = scratch_of(job, job->scratch[part]);
+    int64_t bytes;
+    attn_scratch w = scratch_at(job, job->scratch[part], &bytes);
     for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->tiles * job->spans;) {
         const attn_tile *t = &job->tile[i / job->spans];
         const int64_t span = i % job->spans;
@@ -252,7 +282,7 @@ static void merge_task(void *arg, int part, int parts)
         const int64_t first = t->begin / AE_SPAN, last = (t->end - 1) / AE_SPAN;
         const attn_part total = partial_of(job, i * job->spans + first);
         for (int64_t span = first + 1; span <= last; span++)
-            merge_span(total, partial_of(job, i * job->spans + span), t->tokens * job->group * t->heads, job->dim);
+            merge_span(total, partial_of(job, i * job->spans + span), t->queries * t->heads, job->dim);
         write_outputs(job, t, total);
     }
 }
@@ -261,12 +291,10 @@ int AE_FN(attention)(ae_context *ctx, const ae_attention_args *a)
 {
     const int64_t tokens = a->row_offsets[a->rows];
     if (tokens == 0) return AE_OK;
-    attn_job job = {.args = a, .group = a->heads / a->kv_heads, .dim = ae_round_up(a->head_dim, AE_NR)};
-    const int threads = ae_pool_threads(ctx->pool);
-    if (plan_tiles(ctx, &job, threads)) return AE_NO_MEMORY;
+    attn_job job = {.args = a, .group = a->heads / a->kv_heads, .dim = ae_round_up(a->head_dim, AE_BLOCK)};
+    if (plan_job(ctx, &job, ae_pool_threads(ctx->pool))) return AE_NO_MEMORY;
     ae_pool_run(ctx->pool, write_kv, &job, (int)ae_min(tokens, ae_parts(ctx, tokens * a->kv_heads * a->head_dim, 8192)));
-    const int64_t keys = job.keys; /* query rows x keys: the work */
-    const int parts = ae_parts(ctx, keys * job.group, 1024);
+    const int parts = ae_parts(ctx, job.keys * job.group, 1024);
     if (job.spans > 1 && parts > 1) {
         ae_pool_run(ctx->pool, spans_task, &job, (int)ae_min(parts, job.tiles * job.spans));
         ae_pool_run(ctx->pool, merge_task, &job, (int)ae_min(parts, job.tiles));

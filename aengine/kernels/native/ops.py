@@ -38,6 +38,7 @@ from aengine.kernels.native.packed import CODES, PackedLinear, Packer
 from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
 from aengine.kernels.reference_cross import cross_attention, write_items
 
+_INT8_KV = 4
 _SILU, _GELU_TANH = 0, 1
 
 
@@ -50,6 +51,14 @@ def _code_of(dtype: torch.dtype) -> int:
 
 def _code(tensor: Tensor) -> int:
     return _code_of(tensor.dtype)
+
+
+def _kv_code(kv: LayerKV) -> int:
+    if kv.k.dtype is not torch.int8:
+        return _code(kv.k)
+    if kv.k_scale is None or kv.v_scale is None or kv.k_scale.stride() != kv.v_scale.stride():
+        raise ValueError("int8 pages need k_scale and v_scale of equal strides")
+    return _INT8_KV
 
 
 def _dense_last(x: Tensor) -> Tensor:
@@ -88,7 +97,7 @@ def linear_args(
 
 
 class NativeOps:
-    """See `aengine.kernels.ops.Ops`. Compute dtype float32 or bfloat16; weights and KV each of either."""
+    """See `aengine.kernels.ops.Ops`. Compute dtype float32 or bfloat16; weights and KV each of either; KV also int8."""
 
     def __init__(self, context: Context) -> None:
         self.name = f"native-{context.isa}"
@@ -334,6 +343,7 @@ class NativeOps:
         if k.dtype is not q.dtype or v.dtype is not q.dtype:
             raise NotSupported(f"q, k, v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
         kv, tables = batch.kv[spec.layer], batch.tables[spec.group]
+        k_scale, v_scale = kv.k_scale, kv.v_scale
         k_page, k_token, k_head, _ = kv.k.stride()
         v_page, v_token, v_head, _ = kv.v.stride()
         out = self._new((q.shape[0], spec.heads * spec.head_dim), q.dtype)
@@ -341,10 +351,12 @@ class NativeOps:
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
             _code(q), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             kv.k.data_ptr(), kv.v.data_ptr(),
-            _code(kv.k), k_page, k_token, k_head, v_page, v_token, v_head, kv.k.shape[1],
+            _kv_code(kv), k_page, k_token, k_head, v_page, v_token, v_head, kv.k.shape[1],
             tables.data_ptr(), tables.stride(0), batch.row_offsets.data_ptr(), batch.context.data_ptr(),
             batch.context.shape[0], spec.heads, spec.kv_heads, spec.head_dim, spec.window, spec.chunk,
             spec.scale, spec.softcap, 0 if sinks is None else sinks.data_ptr(),
+            0 if k_scale is None else k_scale.data_ptr(), 0 if v_scale is None else v_scale.data_ptr(),
+            *((0, 0, 0) if k_scale is None else k_scale.stride()),
         )  # fmt: skip
         self._run("attention", args)
         return out

@@ -20,8 +20,8 @@
 #define AE_NR (2 * AE_VL)
 
 /* How a row of w is stored. AE_W_PAIRS: a bf16 weight panel; each 32-bit word holds column i in its low half and column
- * i + VL in its high half, so that widening is a shift and a mask. AE_W_BF16: bf16 in plain order. */
-enum { AE_W_F32, AE_W_PAIRS, AE_W_BF16 };
+ * i + VL in its high half, so that widening is a shift and a mask. */
+enum { AE_W_F32, AE_W_PAIRS };
 
 AE_INLINE void load_w(const void *w, int64_t offset, const int kind, vf *w0, vf *w1)
 {
@@ -29,9 +29,6 @@ AE_INLINE void load_w(const void *w, int64_t offset, const int kind, vf *w0, vf 
         vu v = *(const vu_mem *)((const uint16_t *)w + offset);
         *w0 = (vf)(v << 16);
         *w1 = (vf)(v & 0xffff0000u);
-    } else if (kind == AE_W_BF16) {
-        *w0 = vf_load_bf16((const uint16_t *)w + offset);
-        *w1 = vf_load_bf16((const uint16_t *)w + offset + AE_VL);
     } else {
         *w0 = vf_load((const float *)w + offset);
         *w1 = vf_load((const float *)w + offset + AE_VL);

@@ -2,7 +2,8 @@
 
 Owns: building StepBatches over strided, permuted, poisoned pages; a dense fp64 oracle.
 Does not know: any backend.
-Invariants: every page slot no test wrote holds NaN, so that a kernel that reads one shows it.
+Invariants: every page slot no test wrote holds NaN (of int8 pages, its scale), so that a kernel that reads one shows
+it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
+from aengine.kernels.reference_attention import quantise
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,12 @@ class Pages:
         total = sum(counts) + 1  # page 0 is the null page
         size = page_tokens * spec.kv_heads * spec.head_dim
         pitch = 2 * size + pad
-        memory = torch.full((total * pitch,), float("nan"), dtype=dtype)
+        memory = torch.full((total * pitch,), 0.0 if dtype is torch.int8 else float("nan")).to(dtype)
         shape = (total, page_tokens, spec.kv_heads, spec.head_dim)
         strides = (pitch, spec.kv_heads * spec.head_dim, spec.head_dim, 1)
-        self.kv = LayerKV(memory.as_strided(shape, strides), memory.as_strided(shape, strides, size))
+        scales = torch.full((2, total, page_tokens + 1, spec.kv_heads), float("nan"))[:, :, :page_tokens]
+        k_scale, v_scale = scales if dtype is torch.int8 else (None, None)
+        self.kv = LayerKV(memory.as_strided(shape, strides), memory.as_strided(shape, strides, size), k_scale, v_scale)
         order = (torch.randperm(total - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.tables = torch.zeros((len(lengths), max(counts) + 3), dtype=torch.int32)
         for row, count in enumerate(counts):
@@ -70,11 +74,26 @@ class Pages:
 
     def fill(self, row: int, sequence: Sequence_, upto: int) -> None:
         """Write positions 0 .. upto - 1 of a sequence without any kernel."""
-        page = self.kv.page_tokens
-        for position in range(upto):
-            at = int(self.tables[row, position // page])
-            self.kv.k[at, position % page] = sequence.k[position]
-            self.kv.v[at, position % page] = sequence.v[position]
+        positions = torch.arange(upto)
+        at = self.tables[row, positions // self.kv.page_tokens].long(), positions % self.kv.page_tokens
+        for pages, scale, x in ((self.kv.k, self.kv.k_scale, sequence.k), (self.kv.v, self.kv.v_scale, sequence.v)):
+            if scale is None:
+                pages[at] = x[:upto].to(pages.dtype)
+            else:
+                pages[at], scale[at] = quantise(x[:upto])
+
+    def share(self, row: int, other: int, tokens: int) -> None:
+        """Let `row` name the pages of `other` for its first `tokens` positions (whole pages of them)."""
+        columns = tokens // self.kv.page_tokens
+        self.tables[row, :columns] = self.tables[other, :columns]
+
+
+def held(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What pages of `dtype` give back of x, fp64."""
+    if dtype is not torch.int8:
+        return x.to(dtype).double()
+    values, scale = quantise(x)
+    return values.double() * scale.double().unsqueeze(-1)
 
 
 def make_batch(pages: Pages, rows: Sequence[tuple[int, int, int]]) -> StepBatch:
@@ -113,17 +132,17 @@ def step_inputs(sequences: Sequence[Sequence_], rows: Sequence[tuple[int, int, i
 
 
 def dense_attention(
-    sequence: Sequence_, spec: AttentionSpec, kv_dtype: torch.dtype, sinks: Tensor | None = None
+    sequence: Sequence_, spec: AttentionSpec, kv_dtype: torch.dtype, sinks: Tensor | None = None, start: int = 0
 ) -> Tensor:
-    """fp64 [L, heads * D] by definition, with keys and values as the pages hold them; sinks [heads]."""
+    """fp64 [L - start, heads * D] by definition, with keys and values as the pages hold them; sinks [heads]."""
     length, group = sequence.length, spec.heads // spec.kv_heads
-    q = sequence.q.double()
-    k = sequence.k.to(kv_dtype).double().repeat_interleave(group, dim=1)
-    v = sequence.v.to(kv_dtype).double().repeat_interleave(group, dim=1)
+    q = sequence.q[start:].double()
+    k = held(sequence.k, kv_dtype).repeat_interleave(group, dim=1)
+    v = held(sequence.v, kv_dtype).repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    query, key = torch.arange(length).unsqueeze(1), torch.arange(length)
+    query, key = torch.arange(start, length).unsqueeze(1), torch.arange(length)
     hidden = key > query
     if spec.window:
         hidden |= key < query - spec.window + 1
@@ -131,6 +150,6 @@ def dense_attention(
         hidden |= key < query - query % spec.chunk
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, length, 1)], dim=-1)
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, length - start, 1)], dim=-1)
     weights = scores.softmax(-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)

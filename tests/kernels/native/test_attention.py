@@ -7,6 +7,7 @@ import torch
 
 from aengine.kernels.native import NativeOps
 from aengine.kernels.ops import AttentionSpec
+from aengine.kernels.reference_attention import quantise
 from tests.kernels.native.paged import Pages, dense_attention, make_batch, make_spec, random_sequence, step_inputs
 
 SPECS = {
@@ -44,7 +45,7 @@ def check_against_definition(
     assert out.dtype is dtype
     first = 0
     for row, start, count in step:
-        expected = dense_attention(sequences[row], spec, kv_dtype)[start:]
+        expected = dense_attention(sequences[row], spec, kv_dtype, start=start)
         tolerance = 2e-6 if dtype is torch.float32 else 2e-2
         if spec.softcap:
             tolerance *= 4
@@ -52,38 +53,54 @@ def check_against_definition(
         first += count
         page = pages.kv.page_tokens
         for position in (start, start + count - 1):
-            at = int(pages.tables[row, position // page])
-            assert torch.equal(pages.kv.k[at, position % page], sequences[row].k[position].to(kv_dtype))
-            assert torch.equal(pages.kv.v[at, position % page], sequences[row].v[position].to(kv_dtype))
+            at = int(pages.tables[row, position // page]), position % page
+            for held, scale, x in (
+                (pages.kv.k, pages.kv.k_scale, sequences[row].k),
+                (pages.kv.v, pages.kv.v_scale, sequences[row].v),
+            ):
+                if scale is None:
+                    assert torch.equal(held[at], x[position].to(kv_dtype))
+                else:
+                    values, factors = quantise(x[position])
+                    assert torch.equal(held[at], values)
+                    assert torch.equal(scale[at], factors)
+
+
+DECODE = [(context - 1, 1) for context in (1, 2, 15, 17, 31, 32, 33, 41, 64, 255, 256, 257, 300)]
+PREFILL = [(0, 16), (0, 17), (5, 31), (0, 70), (250, 9), (0, 290)]
+# Every spec with every other setting at least once among neighbours, not each with all.
+F32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
+KINDS = [(F32, F32), (F32, INT8), (F32, BF16), (BF16, BF16), (F32, F32), (BF16, INT8), (BF16, F32)]
+PAGE_TOKENS = (16, 5, 32, 48, 1)
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_decode_at_edges(ops: NativeOps, name: str) -> None:
-    contexts = (1, 2, 15, 16, 17, 31, 32, 33, 40, 41, 64, 255, 256, 257, 300)
-    check_against_definition(ops, SPECS[name], [(context - 1, 1) for context in contexts])
+def test_decode_and_prefill_at_edges(ops: NativeOps, name: str) -> None:
+    number = list(SPECS).index(name)
+    dtype, kv_dtype = KINDS[number % len(KINDS)]
+    page_tokens = PAGE_TOKENS[number % len(PAGE_TOKENS)]
+    check_against_definition(ops, SPECS[name], DECODE + PREFILL, dtype, kv_dtype, page_tokens)
+    dtype, kv_dtype = KINDS[(number + 3) % len(KINDS)]
+    check_against_definition(ops, SPECS[name], [(70, 1), (33, 5)], dtype, kv_dtype, PAGE_TOKENS[(number + 2) % 5])
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_prefill_at_edges(ops: NativeOps, name: str) -> None:
-    check_against_definition(ops, SPECS[name], [(0, 1), (0, 16), (0, 17), (5, 31), (0, 70), (250, 9), (0, 290)])
+@pytest.mark.parametrize("kv_dtype", [F32, BF16, INT8])
+def test_few_rows_split_in_spans(ops: NativeOps, kv_dtype: torch.dtype) -> None:
+    check_against_definition(ops, SPECS["gemma3-270m"], [(530, 1)], kv_dtype=kv_dtype)
+    check_against_definition(ops, SPECS["smollm2"], [(1030, 1)], kv_dtype=kv_dtype)
+    check_against_definition(ops, SPECS["smollm2"], [(500, 33)], kv_dtype=kv_dtype)
 
 
-def test_one_long_row_split_in_spans(ops: NativeOps) -> None:
-    check_against_definition(ops, SPECS["gemma3-270m"], [(1030, 1)])
-    check_against_definition(ops, SPECS["smollm2"], [(1030, 1)])
-    check_against_definition(ops, SPECS["smollm2"], [(500, 33)])
-
-
-@pytest.mark.parametrize("page_tokens", [1, 5, 16, 32, 48])
-def test_page_sizes(ops: NativeOps, page_tokens: int) -> None:
-    check_against_definition(ops, SPECS["window-33"], [(0, 37), (100, 1), (95, 6)], page_tokens=page_tokens)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(ops: NativeOps, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    check_against_definition(ops, SPECS["smollm2"], [(0, 21), (70, 1), (33, 5)], dtype, kv_dtype)
-    check_against_definition(ops, SPECS["odd-dim"], [(0, 21), (70, 1)], dtype, kv_dtype)
+def test_int8_rows_of_zeros_and_of_tiny_numbers(ops: NativeOps) -> None:
+    """Their scale is 0 or next to it: no division by zero, no NaN."""
+    spec = SPECS["smollm2"]
+    sequence = random_sequence(40, spec, F32, 3)
+    sequence.k[5] = 0.0
+    sequence.v[6] = 0.0
+    sequence.v[7] *= 1e-36
+    pages = Pages([40], spec, INT8, page_tokens=16, seed=0)
+    out = ops.attention(*step_inputs([sequence], [(0, 0, 40)]), spec, make_batch(pages, [(0, 0, 40)]))
+    torch.testing.assert_close(out.double(), dense_attention(sequence, spec, INT8), rtol=2e-6, atol=2e-6)
 
 
 def test_empty_step(ops: NativeOps) -> None:
@@ -105,7 +122,7 @@ def test_large_scores_do_not_overflow(ops: NativeOps) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("size", [-200.0, 0.0, 3.0, 200.0])
+@pytest.mark.parametrize("size", [-200.0, 3.0, 200.0])
 def test_sinks(ops: NativeOps, size: float) -> None:
     spec = SPECS["window-33"]
     sinks = torch.randn(6) + size

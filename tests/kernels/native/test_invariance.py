@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aengine.kernels.native import NativeOps
 from aengine.kernels.ops import AttentionSpec, Linear, RopeTable
+from aengine.kernels.reference_attention import first_visible
 from tests.kernels.native.paged import Pages, Sequence_, make_batch, make_spec, random_sequence, step_inputs
 
 OpsByThreads = dict[int, NativeOps]
@@ -97,10 +98,13 @@ SPECS = [
     make_spec(6, 2, 24, window=37, softcap=15.0),
     make_spec(4, 4, 17, chunk=48),
 ]
+KV_DTYPES = [*DTYPES, torch.int8]
+WAYS = [(1, [16] * 18 + [2], 6), (2, [64] * 4 + [34], 0), (5, [255, 1, 1, 33], 6), (2, [290], 6), (5, [290], 0)]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("spec", "kv_dtype"), [*zip(SPECS, (*KV_DTYPES, torch.float32), strict=True), (SPECS[0], torch.bfloat16)], ids=str
+)
 def test_attention_chunks_batches_pages_threads(
     ops_by_threads: OpsByThreads, spec: AttentionSpec, kv_dtype: torch.dtype
 ) -> None:
@@ -108,24 +112,79 @@ def test_attention_chunks_batches_pages_threads(
     sequence = random_sequence(length, spec, torch.float32, 11)
     companions = [random_sequence(1 + 17 * i, spec, torch.float32, 100 + i) for i in range(6)]
     whole = attend_in_chunks(ops_by_threads[1], spec, sequence, [length], kv_dtype=kv_dtype)
-    for threads, ops in ops_by_threads.items():
-        for chunks in ([16] * 18 + [2], [64] * 4 + [34], [255, 1, 1, 33], [length]):
-            for others in ((), companions):
-                out = attend_in_chunks(
-                    ops, spec, sequence, chunks, kv_dtype=kv_dtype, companions=others, seed=threads + len(others)
-                )
-                assert torch.equal(out, whole), f"{threads} threads, chunks {chunks[:2]}.., {len(others)} companions"
+    for seed, (threads, chunks, others) in enumerate(WAYS):
+        out = attend_in_chunks(
+            ops_by_threads[threads],
+            spec,
+            sequence,
+            chunks,
+            kv_dtype=kv_dtype,
+            companions=companions[:others],
+            seed=seed,
+        )
+        assert torch.equal(out, whole), f"{threads} threads, chunks {chunks[:2]}.., {others} companions"
 
 
-@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
-def test_token_by_token_equals_prefill(ops_by_threads: OpsByThreads, spec: AttentionSpec) -> None:
-    sequence = random_sequence(530, spec, torch.float32, 5)
-    whole = attend_in_chunks(ops_by_threads[2], spec, sequence, [530])
-    one_by_one = attend_in_chunks(ops_by_threads[2], spec, sequence, [200] + [1] * 330)
-    assert torch.equal(one_by_one, whole)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_token_by_token_equals_prefill(ops_by_threads: OpsByThreads, kv_dtype: torch.dtype) -> None:
+    sequence = random_sequence(530, SPECS[0], torch.float32, 5)
+    chunks = [230, *[1] * 40, 240, *[1] * 20]
+    whole = attend_in_chunks(ops_by_threads[2], SPECS[0], sequence, [530], kv_dtype=kv_dtype)
+    assert torch.equal(attend_in_chunks(ops_by_threads[2], SPECS[0], sequence, chunks, kv_dtype=kv_dtype), whole)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# Rows of the shared-pages test: (length, tokens of this step, row whose pages it shares, positions shared).
+FAMILY = [
+    (700, 1, 0, 0),
+    (712, 1, 0, 600),  # ends a shared run inside a span
+    (690, 3, 0, 600),
+    (650, 1, 1, 640),  # shares more with row 1 than with row 0
+    (513, 1, 0, 512),  # its own part is one position
+    (300, 1, 0, 112),  # too little to sit in one tile
+    (609, 40, 0, 560),  # a prefill beside them
+    (420, 1, 7, 0),  # nothing shared
+]
+SHARED_SPECS = [
+    (SPECS[0], torch.float32, 16),
+    (make_spec(4, 1, 256), torch.int8, 16),
+    (make_spec(6, 2, 64, window=300), torch.bfloat16, 8),
+    (make_spec(4, 4, 40, chunk=320), torch.int8, 5),
+    (make_spec(14, 2, 32, softcap=10.0), torch.bfloat16, 80),
+]
+
+
+@pytest.mark.parametrize(("spec", "kv_dtype", "page_tokens"), SHARED_SPECS, ids=str)
+def test_rows_that_share_pages_as_if_each_had_its_own(
+    ops_by_threads: OpsByThreads, spec: AttentionSpec, kv_dtype: torch.dtype, page_tokens: int
+) -> None:
+    sequences: list[Sequence_] = []
+    for row, (length, _, other, common) in enumerate(FAMILY):
+        fresh = random_sequence(length, spec, torch.float32, row)
+        if common:
+            common = common // page_tokens * page_tokens
+            for mine, theirs in ((fresh.k, sequences[other].k), (fresh.v, sequences[other].v)):
+                mine[:common] = theirs[:common]
+        sequences.append(fresh)
+    rows = [(row, length - count, count) for row, (length, count, _, _) in enumerate(FAMILY)]
+    results = []
+    for shared in (False, True):
+        pages = Pages([s.length for s in sequences], spec, kv_dtype, page_tokens=page_tokens, seed=int(shared))
+        for row, (_, _, other, common) in enumerate(FAMILY):
+            if shared:
+                pages.share(row, other, common)
+            pages.fill(row, sequences[row], rows[row][1])
+        for row, start, _ in rows:
+            pages.tables[row, : first_visible(start, spec) // page_tokens] = 0  # given back: nothing may look there
+        for threads, chosen in ((1, rows), (2, rows[::-1]), (5, rows)):
+            out = ops_by_threads[threads].attention(*step_inputs(sequences, chosen), spec, make_batch(pages, chosen))
+            per_row = dict(zip((row for row, _, _ in chosen), out.split([n for _, _, n in chosen]), strict=True))
+            results.append(torch.cat([per_row[row] for row in range(len(FAMILY))]))
+    assert torch.isfinite(results[0]).all()
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_attention_any_chunks(ops_by_threads: OpsByThreads, data: st.DataObject) -> None:
     spec = make_spec(
@@ -156,7 +215,7 @@ def test_decode_batches(ops_by_threads: OpsByThreads) -> None:
 
     alone = torch.cat([run(ops_by_threads[1], [row]) for row in rows])
     for ops in ops_by_threads.values():
-        for size in (1, 7, 33, 64):
+        for size in (7, 33, 64):
             assert torch.equal(run(ops, rows[64 - size :]), alone[64 - size :])
 
 
