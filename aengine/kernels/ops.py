@@ -188,8 +188,8 @@ class Ops(Protocol):
         """Repack a weight once at load; `linear` accepts the result. May drop `weight`'s storage."""
         ...
 
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        """table [V, D], ids int32 [T] -> [T, D]."""
+    def embed(self, table: Tensor | Linear, ids: Tensor) -> Tensor:
+        """Rows `ids` int32 [T] of table [V, D], or of a prepared linear's weight -> [T, D]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -32,10 +32,13 @@ class ReferenceOps:
         self._short_conv = ShortConv()
 
     def prepare(self, linear: Linear) -> Linear:
-        return linear
+        if not linear.parts:
+            return linear
+        weight = torch.cat([part.dequantise(linear.weight.dtype) for part in linear.parts])
+        return Linear(weight, linear.bias)
 
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        return F.embedding(ids, table)
+    def embed(self, table: Tensor | Linear, ids: Tensor) -> Tensor:
+        return F.embedding(ids, table.weight if isinstance(table, Linear) else table)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

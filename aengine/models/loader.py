@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from aengine.kernels.ops import Model, Ops
+from aengine.kernels.quantised import Quantised
 from aengine.kernels.reference import ReferenceOps
 from aengine.models.checkpoint import (
     Checkpoint,
@@ -64,6 +65,12 @@ class _Shapes:
         if name == "rope_freqs.weight" or math.prod(shape) == 1:
             return self._checkpoint.tensor(name, dtype)
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    def quantised(self, name: str) -> Quantised | None:
+        return None
+
+    def fitted(self, name: str, weight: torch.Tensor) -> Quantised | None:
+        return None
 
 
 def outline(files: ModelFiles, dtype: torch.dtype) -> Model:

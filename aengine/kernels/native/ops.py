@@ -9,6 +9,7 @@ Python (allocation of the output, addresses, one foreign call with the GIL relea
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,6 +98,8 @@ class NativeOps:
         if isinstance(linear.packed, PackedLinear):
             return linear
         weight = linear.weight
+        if linear.parts:
+            weight = torch.cat([part.dequantise(weight.dtype) for part in linear.parts])
         if weight.dtype not in _CODES:
             weight = weight.to(torch.float32)
         weight = _dense_last(weight)
@@ -107,7 +110,7 @@ class NativeOps:
         check(self._pack(args), "pack")
         bias = None if linear.bias is None else linear.bias.to(torch.float32).contiguous()
         packed = PackedLinear(block, code, in_features, out_features, bias, 0 if bias is None else bias.data_ptr())
-        shape_only = torch.empty_like(linear.weight, device="meta")
+        shape_only = torch.empty_like(weight, device="meta")
         return Linear(weight=shape_only, bias=linear.bias, packed=packed)
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
@@ -144,13 +147,27 @@ class NativeOps:
 
     # ---- rows and elements ----
 
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor | Linear, ids: Tensor) -> Tensor:
+        if isinstance(table, Linear):
+            return self._rows(table, ids)
         table, ids = table.contiguous(), _int32(ids)
         rows, dim = ids.shape[0], table.shape[1]
         out = self._new((rows, dim), table.dtype)
         args = EMBED_ARGS.pack(table.data_ptr(), _code(table), ids.data_ptr(), out.data_ptr(), rows, dim)
         self._run("embed", args)
         return out
+
+    def _rows(self, linear: Linear, ids: Tensor) -> Tensor:
+        """Rows of a packed weight, picked out of its panels."""
+        packed, dtype = linear.packed, linear.weight.dtype
+        assert isinstance(packed, PackedLinear)
+        lanes = self.context.packed_bytes(packed.dtype, 1, 1) // dtype.itemsize
+        memory = (ctypes.c_char * packed.block.size).from_address(packed.block.address)
+        panels = torch.frombuffer(memory, dtype=dtype).view(-1, packed.in_features, lanes)
+        panel, lane = ids.long() // lanes, ids.long() % lanes
+        if dtype is torch.bfloat16:  # columns i and i + lanes / 2 share a word
+            lane = lane % (lanes // 2) * 2 + lane // (lanes // 2)
+        return panels[panel, :, lane]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dim() > 3:
