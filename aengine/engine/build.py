@@ -27,6 +27,7 @@ from aengine.memory import Chunk, Full, GroupSpec, LayerSpec, PagePlan, Part, Po
 from aengine.memory.lifetimes import Cross, Lifetime
 from aengine.metrics import Metrics
 from aengine.models.chat import FALLBACK_STOPS
+from aengine.models.holding import Hold
 from aengine.models.images import ImageProcessor
 from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, outline, weights_digest
 from aengine.models.store import present, resolve
@@ -264,7 +265,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
     torch.set_num_threads(torch_threads)
     dtype = _dtype(config, torch)
     with ledger.phase("weights"):
-        model: Model = load_model(files, ops, dtype, ledger.progress)
+        model: Model = load_model(files, ops, dtype, ledger.progress, hold=_hold(config, ops), tell=ledger.lines.append)
     ledger.sizes.append(("weights", model_bytes(model)))
     name = str(dtype).removeprefix("torch.")
     states = state_specs(model)
@@ -326,8 +327,19 @@ def _dtype(config: EngineConfig, torch_module: object) -> torch.dtype:
     return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
 
 
+def _hold(config: EngineConfig, ops: Ops) -> Hold:
+    """What linears are held as. A dtype that was asked for means exact arithmetic in it, so dense weights; plain torch
+    computes with dense weights only, so integers would be kept for nothing."""
+    from aengine.kernels.reference import ReferenceOps
+
+    wanted = config.model.quantize
+    if wanted == "auto":
+        return "stored" if config.model.dtype == "auto" and not isinstance(ops, ReferenceOps) else "plain"
+    return "plain" if wanted == "none" else wanted
+
+
 def model_bytes(model: Model) -> int:
-    """Bytes of all weights a model holds, each once. A packed weight counts by the shape its meta tensor keeps."""
+    """Bytes of all weights a model holds, each once: tensors with memory, and packed blocks."""
     sizes: dict[int, int] = {}
     _weigh(list(vars(model).values()), sizes)
     return sum(sizes.values())
@@ -336,9 +348,14 @@ def model_bytes(model: Model) -> int:
 def _weigh(found: Iterable[object], sizes: dict[int, int]) -> None:
     import torch
 
+    from aengine.kernels.native.library import Block
+
     for value in found:
         if isinstance(value, torch.Tensor):
-            sizes[id(value)] = value.numel() * value.element_size()
+            if value.device.type != "meta":  # the shape of a packed weight
+                sizes[id(value)] = value.nbytes
+        elif isinstance(value, Block):
+            sizes[value.address] = value.size
         elif isinstance(value, list | tuple):
             _weigh(value, sizes)
         elif is_dataclass(value) and not isinstance(value, type):

@@ -86,10 +86,20 @@ class SafetensorsCheckpoint:
     def fitted(self, name: str, weight: Tensor) -> Quantised | None:
         return None
 
+    def has(self, name: str) -> bool:
+        return name in self._where
+
     def stored(self, name: str) -> Tensor:
         """The tensor as it lies in the file, of any type."""
         value: Tensor = self._handle(name).get_tensor(name)
         return value
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        return self.shape(name)
+
+    def stored_type(self, name: str) -> str:
+        """The file's own name of the element type: I8, F8_E4M3, F16 .."""
+        return str(self._handle(name).get_slice(name).get_dtype())
 
     def _handle(self, name: str) -> Any:
         if name not in self._where:

@@ -9,7 +9,7 @@ GGUF map lives while tensors made from it are being built.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,9 @@ from aengine.models.checkpoint import (
 from aengine.models.config import ModelConfig, config_from_folder
 from aengine.models.gguf import GGUFFile
 from aengine.models.gguf_config import config_from_gguf
+from aengine.models.holding import HeldCheckpoint, Hold
+from aengine.models.packed_checkpoint import PackedCheckpoint
+from aengine.models.packings import packings_of
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
 from aengine.models.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
@@ -83,17 +86,31 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     """The model's tensors by Hugging Face name. Raises ModelLoadError when weight files are missing or malformed."""
     if files.kind == "gguf":
         return GGUFCheckpoint(GGUFFile(files.path), config)
-    return SafetensorsCheckpoint(files.path, safetensors_files(files.path))
+    plain = SafetensorsCheckpoint(files.path, safetensors_files(files.path))
+    return plain if config.quantised is None else PackedCheckpoint(plain, packings_of(config.quantised))
 
 
-def load_model(files: ModelFiles, ops: Ops, dtype: torch.dtype, progress: Progress | None = None) -> Model:
-    """Read all weights in `dtype` (float32 or bfloat16) and prepare them for `ops`.
+def load_model(
+    files: ModelFiles,
+    ops: Ops,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    *,
+    hold: Hold = "plain",
+    tell: Callable[[str], None] | None = None,
+) -> Model:
+    """Read all weights, plain ones in `dtype` (float32 or bfloat16), and prepare them for `ops`.
 
-    `progress("load weights", layers done, layers)` after each layer. Peak memory: the weights plus one layer.
+    `progress("load weights", layers done, layers)` after each layer; `tell` gets one line on what linears are held as.
+    Peak memory: the weights plus one layer.
     """
     config = load_config(files)
+    held = HeldCheckpoint(open_checkpoint(files, config), hold)
     with _one_thread():
-        return MODELS[config.family].load(config, open_checkpoint(files, config), ops, dtype, progress)
+        model = MODELS[config.family].load(config, held, ops, dtype, progress)
+    if tell:
+        tell(held.summary(str(dtype).removeprefix("torch.")))
+    return model
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from aengine.models.lfm2 import Lfm2Model
 from aengine.models.llama import LlamaModel
 from aengine.models.llama4 import Llama4Model
 from aengine.models.mllama import MllamaModel
+from aengine.models.weights import Progress
 
 
 class ModelClass(Protocol):
