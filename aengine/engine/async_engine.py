@@ -115,11 +115,17 @@ class AsyncEngine:
     def _build(self) -> Parts:
         """All that is slow, in a worker thread: importing torch alone takes seconds, and a server listens meanwhile."""
         began_s = time.monotonic()
-        from aengine.engine.build import build
+        collecting = gc.isenabled()
+        gc.disable()  # nothing of what is imported and loaded is garbage; looking for it takes a tenth of the time
+        try:
+            from aengine.engine.build import build
 
-        imports = ("imports", time.monotonic() - began_s)
-        self._phase_ended(*imports)
-        parts = build(self.config, self._phase_ended, self._on_progress)
+            imports = ("imports", time.monotonic() - began_s)
+            self._phase_ended(*imports)
+            parts = build(self.config, self._phase_ended, self._on_progress)
+        finally:
+            if collecting:
+                gc.enable()
         parts.report = msgspec.structs.replace(parts.report, phases=(imports, *parts.report.phases))
         return parts
 

@@ -12,6 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -29,8 +30,17 @@ from aengine.metrics import Metrics
 from aengine.models.chat import FALLBACK_STOPS
 from aengine.models.holding import Hold
 from aengine.models.images import ImageProcessor
-from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, outline, weights_digest
+from aengine.models.loader import (
+    ModelFiles,
+    hold_open,
+    load_config,
+    load_model,
+    load_tokenizer,
+    outline,
+    weights_digest,
+)
 from aengine.models.store import present, resolve
+from aengine.models.tokenizer import Tokenizer
 from aengine.models.vision_config import VisionConfig
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.protocol import Runner
@@ -94,13 +104,13 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
     ledger = Ledger(on_phase, on_progress)
     with ledger.phase("find model"):
         files = resolve(config.model.model, home=usable_home(), progress=on_progress)
-    with ledger.phase("tokenizer"):
-        tokenizer = load_tokenizer(files)
-        template = _template(config.model.chat_template)
-        if not tokenizer.has_chat_template and template is None:
-            ledger.lines.append("the model has no chat template (a base model?): chat uses a plain fallback template")
+    shared = hold_open(files)
     make = _sim if config.device.device == "sim" else _cpu
-    made = make(config, files, ledger)
+    with ThreadPoolExecutor(1, thread_name_prefix="aengine-tokenizer") as side:  # weights hardly hold the interpreter
+        reading = side.submit(_tokenizer, config, files, ledger)
+        made = make(config, files, ledger)
+        tokenizer, template = reading.result()
+    del shared
     images = _images(files, made.vision, ledger)
     metrics = Metrics(model_name=made.names[0])
     cache = PrefixCache(
@@ -129,6 +139,16 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
     )
     text = TextProcessor(tokenizer, max_context=made.context, chat_template=template)
     return Parts(model, text, images, metrics, scheduler, made.make_runner, ledger.report())
+
+
+def _tokenizer(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Tokenizer, str | None]:
+    """-> (tokenizer, chat template that takes the place of its own)."""
+    with ledger.phase("tokenizer"):
+        tokenizer = load_tokenizer(files)
+        template = _template(config.model.chat_template)
+        if not tokenizer.has_chat_template and template is None:
+            ledger.lines.append("the model has no chat template (a base model?): chat uses a plain fallback template")
+    return tokenizer, template
 
 
 @dataclass(frozen=True, slots=True)

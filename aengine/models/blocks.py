@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.quantised import Quantised
-from aengine.models.quants import GgmlType, halves, k_scales_and_minima, q3_k_scales
-
-CHUNK_BLOCKS = 1 << 13  # blocks taken apart at a time
+from aengine.models.quants import CHUNK_ELEMENTS, GgmlType, halves, k_scales_and_minima, q3_k_scales
+from aengine.models.spread import spread
 
 _Fill = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 
@@ -45,9 +44,11 @@ def quantised(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> Quantised 
     codes = torch.empty((count, kind.block_elements), dtype=torch.uint8)
     scale = torch.empty((count, groups), dtype=torch.float32)
     minimum = torch.empty((count, groups), dtype=torch.float32) if form.has_minimum else None
-    for at in range(0, count, CHUNK_BLOCKS):
-        part = slice(at, at + CHUNK_BLOCKS)
+
+    def fill(part: slice) -> None:
         form.fill(blocks[part], codes[part], scale[part], None if minimum is None else minimum[part])
+
+    spread(count, CHUNK_ELEMENTS // kind.block_elements, fill)
     whole = codes.view(out, size_in)
     return Quantised(
         codes=whole if form.bits == 4 else whole.view(torch.int8),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.quantised import Quantised
+from aengine.models.spread import spread
 
 GROUP = 32
 CLIPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)  # shares of a group's range tried for 4 bits
@@ -34,13 +35,15 @@ def fit(weight: Tensor, bits: int) -> Quantised:
     codes = torch.empty((count, GROUP), dtype=torch.uint8 if bits == 4 else torch.int8)
     scale = torch.empty((count, 1), dtype=torch.float32)
     minimum = torch.empty((count, 1), dtype=torch.float32) if bits == 4 else None
-    for at in range(0, count, _CHUNK_GROUPS):
-        part = slice(at, at + _CHUNK_GROUPS)
+
+    def fill(part: slice) -> None:
         values = groups[part].float()
         if minimum is None:
             codes[part], scale[part] = _fit_8(values)
         else:
             codes[part], scale[part], minimum[part] = _fit_4(values)
+
+    spread(count, _CHUNK_GROUPS, fill)
     return Quantised(
         codes=codes.view(out, size_in),
         scale=scale.view(out, -1),

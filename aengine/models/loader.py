@@ -25,7 +25,7 @@ from aengine.models.checkpoint import (
     safetensors_files,
 )
 from aengine.models.config import ModelConfig, config_from_folder
-from aengine.models.gguf import GGUFFile
+from aengine.models.gguf import open_gguf
 from aengine.models.gguf_config import config_from_gguf
 from aengine.models.holding import HeldCheckpoint, Hold
 from aengine.models.packed_checkpoint import PackedCheckpoint
@@ -36,6 +36,7 @@ from aengine.models.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer
 
 __all__ = [
     "ModelFiles",
+    "hold_open",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -47,7 +48,7 @@ __all__ = [
 
 def load_config(files: ModelFiles) -> ModelConfig:
     """Raises ModelLoadError when the model is malformed or of an unsupported kind."""
-    return config_from_gguf(GGUFFile(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
+    return config_from_gguf(open_gguf(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
 
 
 class _Shapes:
@@ -85,7 +86,7 @@ def outline(files: ModelFiles, dtype: torch.dtype) -> Model:
 def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     """The model's tensors by Hugging Face name. Raises ModelLoadError when weight files are missing or malformed."""
     if files.kind == "gguf":
-        return GGUFCheckpoint(GGUFFile(files.path), config)
+        return GGUFCheckpoint(open_gguf(files.path), config)
     plain = SafetensorsCheckpoint(files.path, safetensors_files(files.path))
     return plain if config.quantised is None else PackedCheckpoint(plain, packings_of(config.quantised))
 
@@ -128,12 +129,17 @@ def _one_thread() -> Iterator[None]:
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """The model's tokenizer and chat template. From GGUF it is built once and cached beside the file, or in home."""
     if files.kind == "gguf":
-        return tokenizer_from_gguf(GGUFFile(files.path), files.home)
+        return tokenizer_from_gguf(open_gguf(files.path), files.home)
     return tokenizer_from_folder(files.path)
+
+
+def hold_open(files: ModelFiles) -> object:
+    """What makes the functions of this module share one open file while it is kept."""
+    return open_gguf(files.path) if files.kind == "gguf" else None
 
 
 def weights_digest(files: ModelFiles) -> bytes:
     """32 bytes that name the weights by content: sampled bytes, sizes and configuration. Never paths or times."""
     if files.kind == "gguf":
-        return files_digest(GGUFFile(files.path).metadata_digest(), [files.path])
+        return files_digest(open_gguf(files.path).metadata_digest(), [files.path])
     return files_digest((files.path / "config.json").read_bytes(), safetensors_files(files.path))

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aengine.models.spread import spread
+
 CHUNK_ELEMENTS = 1 << 18  # decoded at a time: 1 MiB of fp32 stays in the second-level cache
 
 Dequantise = Callable[[Tensor], Tensor]
@@ -36,9 +38,11 @@ def dequantise(raw: Tensor, kind: GgmlType, shape: tuple[int, ...], dtype: torch
     """raw uint8 [bytes] of whole blocks -> a new tensor of `shape`, rounded once to `dtype`."""
     blocks = raw.view(-1, kind.block_bytes)
     out = torch.empty((blocks.shape[0], kind.block_elements), dtype=dtype)
-    step = max(1, CHUNK_ELEMENTS // kind.block_elements)
-    for first in range(0, blocks.shape[0], step):
-        out[first : first + step] = kind.decode(blocks[first : first + step])
+
+    def fill(part: slice) -> None:
+        out[part] = kind.decode(blocks[part])
+
+    spread(blocks.shape[0], max(1, CHUNK_ELEMENTS // kind.block_elements), fill)
     return out.view(shape)
 
 
