@@ -279,13 +279,8 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         from aengine.memory.arena import Arena
         from aengine.runner.torch_step import TorchExecutor
 
-    threads = config.device.threads or available_cores()
-    with ledger.phase("kernels"):
-        ops, torch_threads = _ops(config, threads, ledger)
-    torch.set_num_threads(torch_threads)
-    dtype = _dtype(config, torch)
-    with ledger.phase("weights"):
-        model: Model = load_model(files, ops, dtype, ledger.progress, hold=_hold(config, ops), tell=ledger.lines.append)
+    ops, model = load_for_cpu(config, files, ledger)
+    torch_threads, dtype = torch.get_num_threads(), model.dtype
     ledger.sizes.append(("weights", model_bytes(model)))
     name = str(dtype).removeprefix("torch.")
     states = state_specs(model)
@@ -294,7 +289,6 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         arena = Arena(pages)
     ledger.sizes.append(("KV pages", pages.arena_bytes))
     ledger.lines += pages.describe().splitlines()
-    ledger.lines.append(f"context {context} tokens; {threads} threads; {ops.name} kernels; {name}")
 
     executor = TorchExecutor(
         model,
@@ -312,6 +306,19 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
         return StreamRunner(stream, executor, loop)
 
     return _Made(_names(config, files), pages, context, model.vocab_size, name, make_runner, load_config(files).vision)
+
+
+def load_for_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Ops, Model]:
+    """Kernels and weights as `config` asks for them; sets the number of torch's own threads."""
+    import torch
+
+    threads = config.device.threads or available_cores()
+    with ledger.phase("kernels"):
+        ops, torch_threads = _ops(config, threads, ledger)
+    torch.set_num_threads(torch_threads)
+    with ledger.phase("weights"):
+        hold, dtype = _hold(config, ops), _dtype(config, torch)
+        return ops, load_model(files, ops, dtype, ledger.progress, hold=hold, tell=ledger.lines.append)
 
 
 def available_cores() -> int:
