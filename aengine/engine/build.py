@@ -317,7 +317,7 @@ def load_for_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tup
         ops, torch_threads = _ops(config, threads, ledger)
     torch.set_num_threads(torch_threads)
     with ledger.phase("weights"):
-        hold, dtype = _hold(config, ops), _dtype(config, torch)
+        hold, dtype = hold_of(config, ops), _dtype(config, torch)
         return ops, load_model(files, ops, dtype, ledger.progress, hold=hold, tell=ledger.lines.append)
 
 
@@ -354,7 +354,7 @@ def _dtype(config: EngineConfig, torch_module: object) -> torch.dtype:
     return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
 
 
-def _hold(config: EngineConfig, ops: Ops) -> Hold:
+def hold_of(config: EngineConfig, ops: Ops) -> Hold:
     """What linears are held as. A dtype that was asked for means exact arithmetic in it, so dense weights; plain torch
     computes with dense weights only, so integers would be kept for nothing."""
     from aengine.kernels.reference import ReferenceOps
