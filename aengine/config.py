@@ -74,7 +74,12 @@ class ModelConfigArgs:
     """Which model, and how it is held."""
 
     model: str = _setting("smollm2-135m", "packaged name, folder in Hugging Face layout, .gguf file or hub id")
-    dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "element type of weights and activations")
+    dtype: Literal["auto", "float32", "bfloat16"] = _setting(
+        "auto", "element type of activations and of weights held plain"
+    )
+    quantize: Literal["auto", "none", "int8", "int4"] = _setting(
+        "auto", "integer weights: auto the file's own, unless dtype is given; none; or made at load"
+    )
     max_model_len: int | None = _setting(None, "context length in tokens; unset: fitted to the model and memory")
     chat_template: str | None = _setting(None, "file with a Jinja chat template; unset: the model's own")
     served_model_name: tuple[str, ...] = _setting((), "names the HTTP API answers to; unset: the model's name")
@@ -82,6 +87,7 @@ class ModelConfigArgs:
     def __post_init__(self) -> None:
         _check_filled("model", (self.model,))
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _check_choice("quantize", self.quantize, ("auto", "none", "int8", "int4"))
         _check("max_model_len", self.max_model_len, 1, 2**27, "tokens")
         _check_filled("served_model_name", self.served_model_name)
 

@@ -122,11 +122,17 @@ class AsyncEngine:
         if self.config.model.model not in PACKAGED:
             resolve(self.config.model.model, home=home(), progress=self._progressed)
         began_s = time.monotonic()
-        from aengine.engine.build import build
+        collecting = gc.isenabled()
+        gc.disable()  # nothing of what is imported and loaded is garbage; looking for it takes a tenth of the time
+        try:
+            from aengine.engine.build import build
 
-        imports = ("imports", time.monotonic() - began_s)
-        self._phase_ended(*imports)
-        parts = build(self.config, self._phase_ended, self._progressed)
+            imports = ("imports", time.monotonic() - began_s)
+            self._phase_ended(*imports)
+            parts = build(self.config, self._phase_ended, self._progressed)
+        finally:
+            if collecting:
+                gc.enable()
         parts.report = msgspec.structs.replace(parts.report, phases=(imports, *parts.report.phases))
         return parts
 

@@ -12,6 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -27,9 +28,19 @@ from aengine.memory import Chunk, Full, GroupSpec, LayerSpec, PagePlan, Part, Po
 from aengine.memory.lifetimes import Cross, Lifetime
 from aengine.metrics import Metrics
 from aengine.models.chat import FALLBACK_STOPS
+from aengine.models.holding import Hold
 from aengine.models.images import ImageProcessor
-from aengine.models.loader import ModelFiles, load_config, load_model, load_tokenizer, outline, weights_digest
+from aengine.models.loader import (
+    ModelFiles,
+    hold_open,
+    load_config,
+    load_model,
+    load_tokenizer,
+    outline,
+    weights_digest,
+)
 from aengine.models.store import present, resolve
+from aengine.models.tokenizer import Tokenizer
 from aengine.models.vision_config import VisionConfig
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.protocol import Runner
@@ -96,13 +107,13 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
     ledger = Ledger(on_phase, on_progress)
     with ledger.phase("find model"):
         files = resolve(config.model.model, home=usable_home(), progress=on_progress)
-    with ledger.phase("tokenizer"):
-        tokenizer = load_tokenizer(files)
-        template = _template(config.model.chat_template)
-        if not tokenizer.has_chat_template and template is None:
-            ledger.lines.append("the model has no chat template (a base model?): chat uses a plain fallback template")
+    shared = hold_open(files)
     make = _sim if config.device.device == "sim" else _cpu
-    made = make(config, files, ledger)
+    with ThreadPoolExecutor(1, thread_name_prefix="aengine-tokenizer") as side:  # weights hardly hold the interpreter
+        reading = side.submit(_tokenizer, config, files, ledger)
+        made = make(config, files, ledger)
+        tokenizer, template = reading.result()
+    del shared
     images = _images(files, made.vision, ledger)
     metrics = Metrics(model_name=made.names[0])
     cache = PrefixCache(
@@ -132,6 +143,16 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
     )
     text = TextProcessor(tokenizer, max_context=made.context, chat_template=template)
     return Parts(model, text, images, metrics, scheduler, made.make_runner, ledger.report())
+
+
+def _tokenizer(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Tokenizer, str | None]:
+    """-> (tokenizer, chat template that takes the place of its own)."""
+    with ledger.phase("tokenizer"):
+        tokenizer = load_tokenizer(files)
+        template = _template(config.model.chat_template)
+        if not tokenizer.has_chat_template and template is None:
+            ledger.lines.append("the model has no chat template (a base model?): chat uses a plain fallback template")
+    return tokenizer, template
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +292,8 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
 
         from aengine.memory.arena import Arena
 
-    threads = config.device.threads or available_cores()
-    with ledger.phase("kernels"):
-        ops, torch_threads = _ops(config, threads, ledger)
-    torch.set_num_threads(torch_threads)
-    dtype = _dtype(config, torch)
-    with ledger.phase("weights"):
-        model: Model = load_model(files, ops, dtype, ledger.progress)
+    ops, model = load_for_cpu(config, files, ledger)
+    torch_threads, dtype = torch.get_num_threads(), model.dtype
     ledger.sizes.append(("weights", model_bytes(model)))
     name = str(dtype).removeprefix("torch.")
     with ledger.phase("KV pages"):
@@ -286,7 +302,7 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
     ledger.sizes.append(("KV pages", pages.arena_bytes))
     ledger.lines += pages.describe().splitlines()
     kv = kv_dtype(config, model)
-    ledger.lines.append(f"context {context} tokens; {threads} threads; {ops.name} kernels; {name}; KV {kv}")
+    ledger.lines.append(f"context {context} tokens; {ops.name} kernels; {name}; KV {kv}")
 
     with ledger.phase("capture"):
         executor = _executor(config, model, ops, arena, context, ledger)
@@ -338,6 +354,19 @@ def _executor(
     return CapturedExecutor(eager, captured)
 
 
+def load_for_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Ops, Model]:
+    """Kernels and weights as `config` asks for them; sets the number of torch's own threads."""
+    import torch
+
+    threads = config.device.threads or available_cores()
+    with ledger.phase("kernels"):
+        ops, torch_threads = _ops(config, threads, ledger)
+    torch.set_num_threads(torch_threads)
+    with ledger.phase("weights"):
+        hold, dtype = hold_of(config, ops), _dtype(config, torch)
+        return ops, load_model(files, ops, dtype, ledger.progress, hold=hold, tell=ledger.lines.append)
+
+
 def available_cores() -> int:
     """Cores this process may use (its affinity mask, where the system has one)."""
     affinity = getattr(os, "sched_getaffinity", None)
@@ -371,8 +400,19 @@ def _dtype(config: EngineConfig, torch_module: object) -> torch.dtype:
     return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
 
 
+def hold_of(config: EngineConfig, ops: Ops) -> Hold:
+    """What linears are held as. A dtype that was asked for means exact arithmetic in it, so dense weights; plain torch
+    computes with dense weights only, so integers would be kept for nothing."""
+    from aengine.kernels.reference import ReferenceOps
+
+    wanted = config.model.quantize
+    if wanted == "auto":
+        return "stored" if config.model.dtype == "auto" and not isinstance(ops, ReferenceOps) else "plain"
+    return "plain" if wanted == "none" else wanted
+
+
 def model_bytes(model: Model) -> int:
-    """Bytes of all weights a model holds, each once. A packed weight counts by the shape its meta tensor keeps."""
+    """Bytes of all weights a model holds, each once: tensors with memory, and packed blocks."""
     sizes: dict[int, int] = {}
     _weigh(list(vars(model).values()), sizes)
     return sum(sizes.values())
@@ -381,9 +421,14 @@ def model_bytes(model: Model) -> int:
 def _weigh(found: Iterable[object], sizes: dict[int, int]) -> None:
     import torch
 
+    from aengine.kernels.native.library import Block
+
     for value in found:
         if isinstance(value, torch.Tensor):
-            sizes[id(value)] = value.numel() * value.element_size()
+            if value.device.type != "meta":  # the shape of a packed weight
+                sizes[id(value)] = value.nbytes
+        elif isinstance(value, Block):
+            sizes[value.address] = value.size
         elif isinstance(value, list | tuple):
             _weigh(value, sizes)
         elif is_dataclass(value) and not isinstance(value, type):

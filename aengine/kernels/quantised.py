@@ -8,6 +8,7 @@ addition, so that formats whose products are exact in fp32 (all GGML block forma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,3 +52,8 @@ class Quantised:
         if self.minimum is not None:
             values.add_(self.minimum.unsqueeze(-1))
         return values.view(out, size_in).to(dtype)
+
+    def with_rows(self, order: Callable[[Tensor], Tensor]) -> Quantised:
+        """The weight whose rows `order` puts in another order; it takes and returns tensors [out, ...]."""
+        minimum = None if self.minimum is None else order(self.minimum)
+        return Quantised(order(self.codes), order(self.scale), minimum, self.group, self.bits)

@@ -32,10 +32,10 @@ class ReferenceOps:
         self._short_conv = ShortConv()
 
     def prepare(self, linear: Linear) -> Linear:
-        """Quantised parts become one dense weight of the dtype its meta tensor tells."""
         if not linear.parts:
             return linear
-        return Linear(torch.cat([part.dequantise(linear.weight.dtype) for part in linear.parts]), linear.bias)
+        weight = torch.cat([part.dequantise(linear.weight.dtype) for part in linear.parts])
+        return Linear(weight, linear.bias)
 
     def embed(self, table: Tensor | Linear, ids: Tensor) -> Tensor:
         return F.embedding(ids, table.weight if isinstance(table, Linear) else table)

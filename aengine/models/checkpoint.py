@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aengine.errors import ModelLoadError
+from aengine.kernels.quantised import Quantised
+from aengine.models.blocks import quantised
 from aengine.models.config import ModelConfig, read_json
 from aengine.models.gguf import GGUFFile, TensorInfo
 from aengine.models.quants import dequantise
@@ -38,6 +41,14 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """A new contiguous tensor. Raises ModelLoadError when the checkpoint has none of this name."""
+        ...
+
+    def quantised(self, name: str) -> Quantised | None:
+        """The matrix as integers that give `tensor` exactly; None: it is stored plain, or is to be held plain."""
+        ...
+
+    def fitted(self, name: str, weight: Tensor) -> Quantised | None:
+        """`weight` [out, in], a part of the tensor `name`, as integers; None: it is to be held plain."""
         ...
 
 
@@ -68,6 +79,27 @@ class SafetensorsCheckpoint:
         if not value.is_floating_point():
             raise ModelLoadError(f"{self._folder}: tensor {name!r} is {value.dtype}, not a floating point type")
         return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def quantised(self, name: str) -> Quantised | None:
+        return None
+
+    def fitted(self, name: str, weight: Tensor) -> Quantised | None:
+        return None
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def stored(self, name: str) -> Tensor:
+        """The tensor as it lies in the file, of any type."""
+        value: Tensor = self._handle(name).get_tensor(name)
+        return value
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        return self.shape(name)
+
+    def stored_type(self, name: str) -> str:
+        """The file's own name of the element type: I8, F8_E4M3, F16 .."""
+        return str(self._handle(name).get_slice(name).get_dtype())
 
     def _handle(self, name: str) -> Any:
         if name not in self._where:
@@ -151,6 +183,15 @@ class GGUFCheckpoint:
         value = dequantise(torch.from_numpy(self._file.raw(info.name)), info.type, info.shape, dtype)
         heads = self._interleaved_heads(name)
         return rows_to_halves(value, heads) if heads else value
+
+    def quantised(self, name: str) -> Quantised | None:
+        info = self._info(name)
+        part = quantised(torch.from_numpy(self._file.raw(info.name)), info.type, info.shape)
+        heads = self._interleaved_heads(name)
+        return part.with_rows(partial(rows_to_halves, heads=heads)) if part is not None and heads else part
+
+    def fitted(self, name: str, weight: Tensor) -> Quantised | None:
+        return None
 
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(self._gguf_name(name))

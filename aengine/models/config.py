@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 from aengine.errors import ModelLoadError
 from aengine.models import lfm2_config, mixed_config
 from aengine.models.mixed_config import Mixture, Temperature
+from aengine.models.quant_method import QuantMethod, quant_method
 from aengine.models.vision_config import VisionConfig, text_part, vision_part
 
 Json = Mapping[str, Any]
@@ -99,7 +100,7 @@ class ModelConfig:
     that ends generation, the main one first. `norm_offset`: added to stored norm weights (Gemma keeps w - 1).
     `chunks[l]`: attention chunk of layer l in tokens, 0 = none; `roped[l]`: whether it rotates q and k. Both empty: as
     for every layer 0 and True. `conv_layers[l]`: layer l is a short convolution over `conv_kernel` tokens in place of
-    attention; empty: none is.
+    attention; empty: none is. `quantised`: how the weights of linears are stored; None: as plain numbers.
     """
 
     family: Family
@@ -135,6 +136,7 @@ class ModelConfig:
     conv_layers: tuple[bool, ...] = ()
     conv_kernel: int = 0
     conv_bias: bool = False
+    quantised: QuantMethod | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_positions"):
@@ -188,10 +190,7 @@ def config_from_folder(folder: Path) -> ModelConfig:
 def config_from_hf(config: Json, generation: Json | None = None) -> ModelConfig:
     """Raises ModelLoadError for architectures, rope types and activations this build does not have."""
     architecture = _architecture(config)
-    if "quantization_config" in config:
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
-        raise ModelLoadError(f"{architecture}: weights quantised by {method!r} are not supported; use GGUF instead")
-    family = ARCHITECTURES[architecture]
+    family, quantised = ARCHITECTURES[architecture], quant_method(config)
     whole = config
     if family == "mllama":
         config = text_part(config)
@@ -238,6 +237,7 @@ def config_from_hf(config: Json, generation: Json | None = None) -> ModelConfig:
         conv_layers=convs,
         conv_kernel=lfm2_config.conv_kernel(config) if convs else 0,
         conv_bias=bool(convs) and bool(config.get("conv_bias", False)),
+        quantised=quantised,
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.ops import Linear
-from aengine.models.llama import Weights
 from aengine.models.mixed_config import Mixture
+from aengine.models.weights import Weights
 
 Linears = tuple[Linear, ...]
 
@@ -35,8 +35,8 @@ def load_experts(
         if interleaved:
             wide = _gates_first(wide)
             wide_bias = None if wide_bias is None else _gates_first(wide_bias)
-        first.append(weights.prepare(Linear(wide.contiguous(), wide_bias)))
-        second.append(weights.prepare(Linear(down[expert].T.contiguous(), _of(down_bias, expert))))
+        first.append(weights.made(at + "gate_up_proj", wide.contiguous(), wide_bias))
+        second.append(weights.made(at + "down_proj", down[expert].T.contiguous(), _of(down_bias, expert)))
     return tuple(first), tuple(second)
 
 

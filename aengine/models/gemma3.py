@@ -16,17 +16,9 @@ from torch import Tensor
 from aengine.kernels.ops import Linear, Ops, RopeTable, StepBatch
 from aengine.models.checkpoint import Checkpoint
 from aengine.models.config import ModelConfig
-from aengine.models.llama import (
-    PHASE,
-    Layer,
-    Progress,
-    Weights,
-    attend,
-    attention_specs,
-    load_embedding,
-    load_layer,
-)
+from aengine.models.llama import Layer, attend, attention_specs, load_layer
 from aengine.models.rope import rope_table
+from aengine.models.weights import Progress, Weights, load_embedding, load_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,7 @@ class Gemma3Model:
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        embedding: Tensor,
+        embedding: Tensor | Linear,
         layers: tuple[SandwichLayer, ...],
         norm: Tensor,
         head: Linear,
@@ -68,16 +60,14 @@ class Gemma3Model:
         progress: Progress | None = None,
     ) -> Gemma3Model:
         """Read, fuse and prepare all weights; `progress(phase, layers done, layers)` after each layer."""
-        weights, layers = Weights(checkpoint, ops, dtype), []
+        weights = Weights(checkpoint, ops, dtype)
         full = rope_table(config.rope, config.max_positions, weights.rope_factors())
         local = rope_table(config.local_rope, config.max_positions) if config.local_rope else full
-        for index, window in enumerate(config.windows):
-            layers.append(_load_layer(config, weights, index, local if window else full))
-            if progress:
-                progress(PHASE, index + 1, config.layers)
+        ropes = [local if window else full for window in config.windows]
+        layers = load_layers(config.layers, lambda index: _load_layer(config, weights, index, ropes[index]), progress)
         embedding, head = load_embedding(config, weights)
         norm = weights.norm("model.norm", config.hidden, config.norm_offset)
-        return cls(config, dtype, embedding, tuple(layers), norm, head)
+        return cls(config, dtype, embedding, layers, norm, head)
 
     def forward(self, ops: Ops, batch: StepBatch) -> Tensor:
         residual, eps = ops.scale(ops.embed(self._embedding, batch.ids), self._embed_scale), self.config.norm_eps

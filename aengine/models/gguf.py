@@ -13,6 +13,7 @@ import hashlib
 import math
 import mmap
 import struct
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,23 @@ class GGUFFile:
     def metadata_digest(self) -> bytes:
         """SHA-256 of header and metadata (architecture, hyper-parameters, tokenizer, chat template)."""
         return hashlib.sha256(memoryview(self._map)[: self.metadata_bytes]).digest()
+
+
+_open: weakref.WeakValueDictionary[tuple[str, int, int], GGUFFile] = weakref.WeakValueDictionary()
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """As GGUFFile, but the same object while somebody holds it and the file has not changed: a header with a large
+    vocabulary takes up to 0.1 s to walk, and several parts of a start need it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return GGUFFile(path)  # which tells what is wrong
+    key = str(path.absolute()), found.st_mtime_ns, found.st_size
+    file = _open.get(key)
+    if file is None:
+        file = _open[key] = GGUFFile(path)
+    return file
 
 
 def _open_map(path: Path) -> mmap.mmap:

@@ -17,8 +17,9 @@ from aengine.kernels.ops import AttentionSpec, Experts, Linear, Ops, RopeTable, 
 from aengine.models.checkpoint import Checkpoint
 from aengine.models.config import ModelConfig
 from aengine.models.experts import load_experts
-from aengine.models.llama import PHASE, Progress, Weights, attention_specs, heads, load_embedding
+from aengine.models.llama import attention_specs, heads
 from aengine.models.rope import rope_table
+from aengine.models.weights import Progress, Weights, load_embedding, load_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class GptOssModel:
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        embedding: Tensor,
+        embedding: Tensor | Linear,
         layers: tuple[GptOssLayer, ...],
         norm: Tensor,
         head: Linear,
@@ -62,14 +63,11 @@ class GptOssModel:
         progress: Progress | None = None,
     ) -> GptOssModel:
         """Read, fuse and prepare all weights; `progress(phase, layers done, layers)` after each layer."""
-        weights, layers = Weights(checkpoint, ops, dtype), []
-        for index in range(config.layers):
-            layers.append(_load_layer(config, weights, index))
-            if progress:
-                progress(PHASE, index + 1, config.layers)
+        weights = Weights(checkpoint, ops, dtype)
+        layers = load_layers(config.layers, lambda index: _load_layer(config, weights, index), progress)
         embedding, head = load_embedding(config, weights)
         rope = rope_table(config.rope, config.max_positions)
-        return cls(config, dtype, embedding, tuple(layers), weights.norm("model.norm", config.hidden), head, rope)
+        return cls(config, dtype, embedding, layers, weights.norm("model.norm", config.hidden), head, rope)
 
     def forward(self, ops: Ops, batch: StepBatch) -> Tensor:
         residual, eps, layers = ops.embed(self._embedding, batch.ids), self.config.norm_eps, self._layers
@@ -105,7 +103,7 @@ def _load_layer(config: ModelConfig, weights: Weights, index: int) -> GptOssLaye
         sinks=weights.tensor(attn + "sinks", (config.heads,), torch.float32),
         output=weights.linear((attn + "o_proj",), (hidden,), q, config.o_bias),
         mlp_norm=weights.norm(at + "post_attention_layernorm", hidden),
-        router=weights.linear((at + "mlp.router",), (mixture.experts,), hidden, True),
+        router=weights.plain(at + "mlp.router", mixture.experts, hidden, bias=True),
         experts=Experts(
             gate_up,
             down,

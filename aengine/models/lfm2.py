@@ -18,8 +18,9 @@ from torch import Tensor
 from aengine.kernels.ops import AttentionSpec, Linear, Ops, RopeTable, StatePart, StateSpec, StepBatch
 from aengine.models.checkpoint import Checkpoint
 from aengine.models.config import ModelConfig
-from aengine.models.llama import PHASE, Layer, Progress, Weights, attend, attention_specs, load_embedding
+from aengine.models.llama import Layer, attend, attention_specs
 from aengine.models.rope import rope_table
+from aengine.models.weights import Progress, Weights, load_embedding, load_layers
 
 STATE_GROUP = 1  # attention is group 0
 
@@ -45,7 +46,7 @@ class Lfm2Model:
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        embedding: Tensor,
+        embedding: Tensor | Linear,
         layers: tuple[Layer | ConvLayer, ...],
         norm: Tensor,
         head: Linear,
@@ -68,15 +69,11 @@ class Lfm2Model:
     ) -> Lfm2Model:
         """Read, fuse and prepare all weights; `progress(phase, layers done, layers)` after each layer."""
         weights = Weights(checkpoint, ops, dtype)
-        layers: list[Layer | ConvLayer] = []
-        for index, conv in enumerate(config.conv_layers):
-            layers.append(_load_conv(config, weights, index) if conv else _load_attention(config, weights, index))
-            if progress:
-                progress(PHASE, index + 1, config.layers)
+        layers = load_layers(config.layers, lambda index: _load_layer(config, weights, index), progress)
         embedding, head = load_embedding(config, weights)
         norm = weights.norm("model.embedding_norm", config.hidden)
         rope = rope_table(config.rope, config.max_positions, weights.rope_factors())
-        return cls(config, dtype, embedding, tuple(layers), norm, head, rope)
+        return cls(config, dtype, embedding, layers, norm, head, rope)
 
     def forward(self, ops: Ops, batch: StepBatch) -> Tensor:
         residual, eps = ops.embed(self._embedding, batch.ids), self.config.norm_eps
@@ -125,6 +122,10 @@ def _load_mlp(config: ModelConfig, weights: Weights, at: str) -> tuple[Tensor, L
     gate_up = weights.linear((mlp + "w1", mlp + "w3"), (config.ffn,) * 2, config.hidden, bias=False)
     down = weights.linear((mlp + "w2",), (config.hidden,), config.ffn, bias=False)
     return weights.norm(at + "ffn_norm", config.hidden), gate_up, down
+
+
+def _load_layer(config: ModelConfig, weights: Weights, index: int) -> Layer | ConvLayer:
+    return (_load_conv if config.conv_layers[index] else _load_attention)(config, weights, index)
 
 
 def _load_attention(config: ModelConfig, weights: Weights, index: int) -> Layer:

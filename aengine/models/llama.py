@@ -9,56 +9,16 @@ most the weights plus one layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from aengine.errors import ModelLoadError
 from aengine.kernels.ops import AttentionSpec, Linear, Ops, RopeTable, StepBatch
 from aengine.models.checkpoint import Checkpoint
 from aengine.models.config import ModelConfig
 from aengine.models.rope import rope_table
-
-Progress = Callable[[str, int, int], None]
-PHASE = "load weights"
-
-
-class Weights:
-    """Reads checked tensors of one model from a checkpoint, fused and prepared for a backend."""
-
-    def __init__(self, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> None:
-        self._checkpoint, self._ops, self._dtype = checkpoint, ops, dtype
-
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Raises ModelLoadError when the checkpoint's tensor is missing or has another shape."""
-        value = self._checkpoint.tensor(name, dtype or self._dtype)
-        if tuple(value.shape) != shape:
-            raise ModelLoadError(f"tensor {name!r} has shape {tuple(value.shape)}, the configuration says {shape}")
-        return value
-
-    def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
-        """A norm's weight [size], with `offset` added in fp32."""
-        return self.tensor(name + ".weight", (size,), torch.float32).add_(offset).to(self._dtype)
-
-    def linear(self, names: tuple[str, ...], outs: tuple[int, ...], size_in: int, bias: bool) -> Linear:
-        """The linears `names` of `outs` rows each, as one, prepared by the backend."""
-        weight = self._fuse([self.tensor(n + ".weight", (out, size_in)) for n, out in zip(names, outs, strict=True)])
-        if not bias:
-            return self._ops.prepare(Linear(weight))
-        parts = [self.tensor(name + ".bias", (out,)) for name, out in zip(names, outs, strict=True)]
-        return self._ops.prepare(Linear(weight, self._fuse(parts)))
-
-    def _fuse(self, parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def prepare(self, linear: Linear) -> Linear:
-        return self._ops.prepare(linear)
-
-    def rope_factors(self) -> Tensor | None:
-        name = "rope_freqs.weight"
-        return self._checkpoint.tensor(name, torch.float32) if name in self._checkpoint.names() else None
+from aengine.models.weights import Progress, Weights, load_embedding, load_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +101,7 @@ class LlamaModel:
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        embedding: Tensor,
+        embedding: Tensor | Linear,
         layers: tuple[Layer, ...],
         norm: Tensor,
         head: Linear,
@@ -162,15 +122,14 @@ class LlamaModel:
         progress: Progress | None = None,
     ) -> LlamaModel:
         """Read, fuse and prepare all weights; `progress(phase, layers done, layers)` after each layer."""
-        weights, layers = Weights(checkpoint, ops, dtype), []
-        for index in range(config.layers):
-            layers.append(load_layer(config, weights, index, "post_attention_layernorm"))
-            if progress:
-                progress(PHASE, index + 1, config.layers)
+        weights = Weights(checkpoint, ops, dtype)
+        layers = load_layers(
+            config.layers, lambda index: load_layer(config, weights, index, "post_attention_layernorm"), progress
+        )
         embedding, head = load_embedding(config, weights)
         norm = weights.norm("model.norm", config.hidden, config.norm_offset)
         rope = rope_table(config.rope, config.max_positions, weights.rope_factors())
-        return cls(config, dtype, embedding, tuple(layers), norm, head, rope)
+        return cls(config, dtype, embedding, layers, norm, head, rope)
 
     def forward(self, ops: Ops, batch: StepBatch) -> Tensor:
         residual, eps, layers = ops.embed(self._embedding, batch.ids), self.config.norm_eps, self._layers
@@ -185,11 +144,3 @@ class LlamaModel:
 
     def logits(self, ops: Ops, hidden: Tensor) -> Tensor:
         return ops.logits(hidden, self._head)
-
-
-def load_embedding(config: ModelConfig, weights: Weights) -> tuple[Tensor, Linear]:
-    """-> (embedding [V, D], output head). Tied: the head is made of the same tensor."""
-    shape = (config.vocab_size, config.hidden)
-    embedding = weights.tensor("model.embed_tokens.weight", shape)
-    head = embedding if config.tied_embeddings else weights.tensor("lm_head.weight", shape)
-    return embedding, weights.prepare(Linear(head))

@@ -11,6 +11,7 @@ rotation of halves: scores and norms do not change under a common permutation of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from aengine.kernels.ops import AttentionSpec, Experts, Linear, Ops, RopeTable, 
 from aengine.models.checkpoint import Checkpoint, rows_to_halves
 from aengine.models.config import ModelConfig
 from aengine.models.experts import load_experts
-from aengine.models.llama import PHASE, Progress, Weights, attention_specs, heads, load_embedding
+from aengine.models.llama import attention_specs, heads
 from aengine.models.mixed_config import Temperature
 from aengine.models.rope import rope_table
+from aengine.models.weights import Progress, Weights, load_embedding, load_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Llama4Model:
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        embedding: Tensor,
+        embedding: Tensor | Linear,
         layers: tuple[Llama4Layer, ...],
         norm: Tensor,
         head: Linear,
@@ -76,14 +78,11 @@ class Llama4Model:
         progress: Progress | None = None,
     ) -> Llama4Model:
         """Read, fuse and prepare all weights; `progress(phase, layers done, layers)` after each layer."""
-        weights, layers = Weights(checkpoint, ops, dtype), []
-        for index in range(config.layers):
-            layers.append(_load_layer(config, weights, index))
-            if progress:
-                progress(PHASE, index + 1, config.layers)
+        weights = Weights(checkpoint, ops, dtype)
+        layers = load_layers(config.layers, lambda index: _load_layer(config, weights, index), progress)
         embedding, head = load_embedding(config, weights)
         rope = rope_table(config.rope, config.max_positions)
-        return cls(config, dtype, embedding, tuple(layers), weights.norm("model.norm", config.hidden), head, rope)
+        return cls(config, dtype, embedding, layers, weights.norm("model.norm", config.hidden), head, rope)
 
     def forward(self, ops: Ops, batch: StepBatch) -> Tensor:
         residual, eps, layers = ops.embed(self._embedding, batch.ids), self.config.norm_eps, self._layers
@@ -131,7 +130,7 @@ def _load_layer(config: ModelConfig, weights: Weights, index: int) -> Llama4Laye
     if mixture is not None and index in mixture.layers:
         gate_up, down = load_experts(weights, mlp + "experts.", mixture, hidden, bias=False, interleaved=False)
         experts = Experts(gate_up, down, mixture.per_token, scoring="sigmoid", weigh="input")
-        routed = Routed(weights.linear((mlp + "router",), (mixture.experts,), hidden, False), experts)
+        routed = Routed(weights.plain(mlp + "router", mixture.experts, hidden, bias=False), experts)
         mlp, ffn = mlp + "shared_expert.", mixture.ffn
     return Llama4Layer(
         attention_norm=weights.norm(at + "input_layernorm", hidden),
@@ -147,14 +146,8 @@ def _load_layer(config: ModelConfig, weights: Weights, index: int) -> Llama4Laye
 
 
 def _load_qkv(config: ModelConfig, weights: Weights, at: str, roped: bool) -> Linear:
-    parts, biases = [], []
-    for name, count in (("q_proj", config.heads), ("k_proj", config.kv_heads), ("v_proj", config.kv_heads)):
-        rows = count * config.head_dim
-        found = [weights.tensor(at + name + ".weight", (rows, config.hidden))]
-        if config.qkv_bias:
-            found.append(weights.tensor(at + name + ".bias", (rows,)))
-        if roped and name != "v_proj":
-            found = [rows_to_halves(value, count) for value in found]
-        parts.append(found[0])
-        biases += found[1:]
-    return weights.prepare(Linear(torch.cat(parts), torch.cat(biases) if biases else None))
+    counts = (config.heads, config.kv_heads, config.kv_heads)
+    names = (at + "q_proj", at + "k_proj", at + "v_proj")
+    orders = tuple(partial(rows_to_halves, heads=count) if roped else None for count in counts[:2])
+    outs = tuple(count * config.head_dim for count in counts)
+    return weights.linear(names, outs, config.hidden, config.qkv_bias, (*orders, None))

@@ -9,12 +9,13 @@ GGUF map lives while tensors made from it are being built.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from aengine.kernels.ops import Model, Ops
+from aengine.kernels.quantised import Quantised
 from aengine.kernels.reference import ReferenceOps
 from aengine.models.checkpoint import (
     Checkpoint,
@@ -24,14 +25,18 @@ from aengine.models.checkpoint import (
     safetensors_files,
 )
 from aengine.models.config import ModelConfig, config_from_folder
-from aengine.models.gguf import GGUFFile
+from aengine.models.gguf import open_gguf
 from aengine.models.gguf_config import config_from_gguf
+from aengine.models.holding import HeldCheckpoint, Hold
+from aengine.models.packed_checkpoint import PackedCheckpoint
+from aengine.models.packings import packings_of
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
 from aengine.models.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 __all__ = [
     "ModelFiles",
+    "hold_open",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -43,7 +48,7 @@ __all__ = [
 
 def load_config(files: ModelFiles) -> ModelConfig:
     """Raises ModelLoadError when the model is malformed or of an unsupported kind."""
-    return config_from_gguf(GGUFFile(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
+    return config_from_gguf(open_gguf(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
 
 
 class _Shapes:
@@ -65,6 +70,12 @@ class _Shapes:
             return self._checkpoint.tensor(name, dtype)
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    def quantised(self, name: str) -> Quantised | None:
+        return None
+
+    def fitted(self, name: str, weight: torch.Tensor) -> Quantised | None:
+        return None
+
 
 def outline(files: ModelFiles, dtype: torch.dtype) -> Model:
     """The model without its weights, to ask what it would hold: it cannot run. Reads the files' directories only."""
@@ -75,18 +86,32 @@ def outline(files: ModelFiles, dtype: torch.dtype) -> Model:
 def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     """The model's tensors by Hugging Face name. Raises ModelLoadError when weight files are missing or malformed."""
     if files.kind == "gguf":
-        return GGUFCheckpoint(GGUFFile(files.path), config)
-    return SafetensorsCheckpoint(files.path, safetensors_files(files.path))
+        return GGUFCheckpoint(open_gguf(files.path), config)
+    plain = SafetensorsCheckpoint(files.path, safetensors_files(files.path))
+    return plain if config.quantised is None else PackedCheckpoint(plain, packings_of(config.quantised))
 
 
-def load_model(files: ModelFiles, ops: Ops, dtype: torch.dtype, progress: Progress | None = None) -> Model:
-    """Read all weights in `dtype` (float32 or bfloat16) and prepare them for `ops`.
+def load_model(
+    files: ModelFiles,
+    ops: Ops,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    *,
+    hold: Hold = "plain",
+    tell: Callable[[str], None] | None = None,
+) -> Model:
+    """Read all weights, plain ones in `dtype` (float32 or bfloat16), and prepare them for `ops`.
 
-    `progress("load weights", layers done, layers)` after each layer. Peak memory: the weights plus one layer.
+    `progress("load weights", layers done, layers)` after each layer; `tell` gets one line on what linears are held as.
+    Peak memory: the weights plus one layer.
     """
     config = load_config(files)
+    held = HeldCheckpoint(open_checkpoint(files, config), hold)
     with _one_thread():
-        return MODELS[config.family].load(config, open_checkpoint(files, config), ops, dtype, progress)
+        model = MODELS[config.family].load(config, held, ops, dtype, progress)
+    if tell:
+        tell(held.summary(str(dtype).removeprefix("torch.")))
+    return model
 
 
 @contextmanager
@@ -104,12 +129,17 @@ def _one_thread() -> Iterator[None]:
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """The model's tokenizer and chat template. From GGUF it is built once and cached beside the file, or in home."""
     if files.kind == "gguf":
-        return tokenizer_from_gguf(GGUFFile(files.path), files.home)
+        return tokenizer_from_gguf(open_gguf(files.path), files.home)
     return tokenizer_from_folder(files.path)
+
+
+def hold_open(files: ModelFiles) -> object:
+    """What makes the functions of this module share one open file while it is kept."""
+    return open_gguf(files.path) if files.kind == "gguf" else None
 
 
 def weights_digest(files: ModelFiles) -> bytes:
     """32 bytes that name the weights by content: sampled bytes, sizes and configuration. Never paths or times."""
     if files.kind == "gguf":
-        return files_digest(GGUFFile(files.path).metadata_digest(), [files.path])
+        return files_digest(open_gguf(files.path).metadata_digest(), [files.path])
     return files_digest((files.path / "config.json").read_bytes(), safetensors_files(files.path))

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from aengine.errors import ModelLoadError
 from aengine.kernels.ops import AttentionSpec, LayerKV, Linear, Ops, RopeTable, StepBatch
+from aengine.kernels.quantised import Quantised
 from aengine.models.checkpoint import Checkpoint
 from aengine.models.config import ModelConfig
-from aengine.models.llama import PHASE, Layer, Progress, Weights, attend, load_layer
+from aengine.models.llama import Layer, attend, load_layer
 from aengine.models.rope import rope_table
 from aengine.models.vision_config import VisionConfig
+from aengine.models.weights import Progress, Weights, load_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class MllamaModel:
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        embedding: Tensor,
+        embedding: Tensor | Linear,
         layers: tuple[Layer | CrossLayer, ...],
         norm: Tensor,
         head: Linear,
@@ -80,23 +82,12 @@ class MllamaModel:
         """Read, fuse and prepare all weights; `progress(phase, layers done, layers)` after each layer."""
         assert config.vision is not None
         names = _Names(checkpoint)
-        weights, layers = Weights(names, ops, dtype), list[Layer | CrossLayer]()
-        for index in range(config.layers):
-            cross = index in config.vision.cross_layers
-            layers.append(
-                _load_cross(config, weights, index)
-                if cross
-                else load_layer(config, weights, index, "post_attention_layernorm")
-            )
-            if progress:
-                progress(PHASE, index + 1, config.layers)
-        embedding = weights.tensor("model.embed_tokens.weight", (config.vision.input_vocab, config.hidden))
-        head = embedding[: config.vocab_size]
-        if not config.tied_embeddings:
-            head = weights.tensor("lm_head.weight", (config.vocab_size, config.hidden))
+        weights = Weights(names, ops, dtype)
+        layers = load_layers(config.layers, lambda index: _load_layer(config, weights, index), progress)
+        embedding, head = _load_embedding(config, config.vision, weights)
         norm = weights.norm("model.norm", config.hidden)
         vision = VisionTower.load(config.vision, config.hidden, names, ops, dtype)
-        return cls(config, dtype, embedding, tuple(layers), norm, weights.prepare(Linear(head)), vision)
+        return cls(config, dtype, embedding, layers, norm, head, vision)
 
     def forward(self, ops: Ops, batch: StepBatch) -> Tensor:
         eps = self.config.norm_eps
@@ -163,6 +154,22 @@ def _attention_specs(config: ModelConfig, vision: VisionConfig) -> tuple[Attenti
         )
         for layer, group in enumerate(config.kv_groups)
     )
+
+
+def _load_embedding(config: ModelConfig, vision: VisionConfig, weights: Weights) -> tuple[Tensor | Linear, Linear]:
+    """-> (embedding, with rows for placeholders at its end; output head, without). Tied: the head is cut from it."""
+    name, shape = "model.embed_tokens.weight", (vision.input_vocab, config.hidden)
+    if config.tied_embeddings:
+        embedding = weights.tensor(name, shape)
+        return embedding, weights.prepare(Linear(embedding[: config.vocab_size]))
+    return weights.table(name, shape), weights.linear(("lm_head",), (config.vocab_size,), config.hidden, bias=False)
+
+
+def _load_layer(config: ModelConfig, weights: Weights, index: int) -> Layer | CrossLayer:
+    assert config.vision is not None
+    if index in config.vision.cross_layers:
+        return _load_cross(config, weights, index)
+    return load_layer(config, weights, index, "post_attention_layernorm")
 
 
 def _load_cross(config: ModelConfig, weights: Weights, index: int) -> CrossLayer:
@@ -249,6 +256,12 @@ class _Names:
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._checkpoint.tensor(self._inner(name), dtype)
+
+    def quantised(self, name: str) -> Quantised | None:
+        return self._checkpoint.quantised(self._inner(name))
+
+    def fitted(self, name: str, weight: Tensor) -> Quantised | None:
+        return self._checkpoint.fitted(self._inner(name), weight)
 
     def _inner(self, name: str) -> str:
         for prefix, inner in self._prefixes.items():

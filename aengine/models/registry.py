@@ -18,9 +18,10 @@ from aengine.models.config import Family, ModelConfig
 from aengine.models.gemma3 import Gemma3Model
 from aengine.models.gpt_oss import GptOssModel
 from aengine.models.lfm2 import Lfm2Model
-from aengine.models.llama import LlamaModel, Progress
+from aengine.models.llama import LlamaModel
 from aengine.models.llama4 import Llama4Model
 from aengine.models.mllama import MllamaModel
+from aengine.models.weights import Progress
 
 
 class ModelClass(Protocol):

@@ -63,7 +63,7 @@ def test_unknown_rope_types_are_errors(key, kind):
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_key_value_heads": 3}, "8 heads do not divide into 3"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised by 'hqq'"),
     ],
 )
 def test_what_would_change_the_result_is_refused(changes, message):

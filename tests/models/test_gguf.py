@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aengine.errors import ModelLoadError
-from aengine.models.gguf import GGUFFile, StringArray
+from aengine.models.gguf import GGUFFile, StringArray, open_gguf
 from aengine.models.quants import dequantise
 
 TYPES = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")]
@@ -190,3 +190,14 @@ def test_metadata_digest_depends_on_metadata_only(sample, tmp_path):
     other = tmp_path / "other.gguf"
     other.write_bytes(sample.read_bytes().replace("schön".encode(), b"schon!"))
     assert GGUFFile(other).metadata_digest() != GGUFFile(sample).metadata_digest()
+
+
+def test_an_open_file_is_shared_while_it_is_held_and_unchanged(sample, tmp_path):
+    path = tmp_path / "shared.gguf"
+    path.write_bytes(sample.read_bytes())
+    first = open_gguf(path)
+    assert open_gguf(path) is first
+    path.write_bytes(sample.read_bytes() + b"\0" * 32)
+    assert open_gguf(path) is not first
+    with pytest.raises(ModelLoadError, match="cannot be opened"):
+        open_gguf(tmp_path / "none.gguf")

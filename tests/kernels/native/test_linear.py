@@ -97,3 +97,10 @@ def test_nan_stays_in_its_row(ops: NativeOps) -> None:
     x[3, 2] = float("nan")
     y = ops.linear(x, packed)
     assert y.isnan().any(1).tolist() == [row == 3 for row in range(7)]
+
+
+@pytest.mark.parametrize("w_dtype", DTYPES)
+def test_rows_of_a_packed_weight_are_its_embedding(ops: NativeOps, w_dtype: torch.dtype) -> None:
+    weight = torch.randn(45, 24).to(w_dtype)
+    ids = torch.tensor([0, 44, 7, 7, 16, 15, 31], dtype=torch.int32)
+    assert torch.equal(ops.embed(ops.prepare(Linear(weight)), ids), weight[ids.long()])
