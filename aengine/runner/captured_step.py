@@ -117,6 +117,7 @@ class CapturedStep:
         return (
             f"steps are captured: {self._end + 1} operations in one call, up to {self._limits.tokens} tokens, "
             f"{self._recording.bytes / 2**20:.0f} MiB of buffers"
+            + ("; those in which a row sees an image run one by one" if self._state.media else "")
         )
 
     def hidden(self, tokens: int) -> Tensor:
