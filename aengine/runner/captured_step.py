@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aengine.kernels.native import NativeOps
-from aengine.kernels.native.capture import HostOnly, NotCapturable, Program, RecordingOps, Sizes, record
+from aengine.kernels.native.capture import HostOnly, Program, RecordingOps, Sizes, record
 from aengine.kernels.native.library import LAY_OUT_ARGS, SAMPLE_ARGS, SETTLE_ARGS, TABLE
 from aengine.kernels.native.sampling import NO_LOGPROBS, LogprobArrays
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, StepBatch
@@ -228,9 +229,9 @@ class CapturedStep:
     def _sample_parts(self, points: int, alternatives: int, sizes: Sizes) -> dict[int, Logprobs]:
         """All points, as many at a time as logits fit: each part's inputs move to the front of the buffers."""
         at, most = self._columns, self._limits.points
-        inputs = (at.point_tokens.numpy(), at.point_positions, at.point_slots)
+        inputs: tuple[NDArray[Any], ...] = (at.point_tokens.numpy(), at.point_positions, at.point_slots)
         kept = [column[:points].copy() for column in inputs]
-        results = (at.sampled, at.point_faults)
+        results: tuple[NDArray[Any], ...] = (at.sampled, at.point_faults)
         made = [np.zeros(points, dtype=np.int32) for _ in results]
         logprobs: dict[int, Logprobs] = {}
         for first in range(0, points, most):
@@ -301,6 +302,3 @@ def _by_row(points: dict[int, Logprobs], samples: Int32s, accepted: NDArray[np.i
         if first in points:
             result[row] = join_logprobs([points[point] for point in range(first, first + int(accepted[row]))])
     return result
-
-
-__all__ = ["CapturedExecutor", "CapturedStep", "NotCapturable"]
