@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     import torch
 
     from aengine.kernels.ops import AttentionSpec, Model, Ops, StateSpec
-    from aengine.memory.arena import Arena
-    from aengine.runner.captured_step import CapturedExecutor
-    from aengine.runner.torch_step import TorchExecutor
 
 PhaseHook = Callable[[str, float], None]
 ProgressHook = Callable[[str, int, int], None]
@@ -290,7 +287,9 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
     with ledger.phase("import torch"):
         import torch
 
+        from aengine.kernels.ops import state_specs
         from aengine.memory.arena import Arena
+        from aengine.runner.executor import make_executor
 
     ops, model = load_for_cpu(config, files, ledger)
     torch_threads, dtype = torch.get_num_threads(), model.dtype
@@ -305,53 +304,26 @@ def _cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> _Made:
     ledger.lines.append(f"context {context} tokens; {ops.name} kernels; {name}; KV {kv}")
 
     with ledger.phase("capture"):
-        executor = _executor(config, model, ops, arena, context, ledger)
+        executor, line = make_executor(
+            model,
+            ops,
+            arena.layer_kv([(spec.group, spec.layer) for spec in model.attention]),
+            arena.layer_states([(spec.group, spec.layer) for spec in state_specs(model)]),
+            tuple(table_columns(group.spec, context) for group in pages.groups),
+            slots=config.scheduler.max_num_seqs,
+            step_tokens=config.scheduler.max_batched_tokens,
+            context=context,
+            zero=arena.zero,
+            move=arena.move,
+            capture=config.device.capture,
+        )
+    ledger.lines.append(line)
 
     def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
         stream = ThreadStream(initialise=lambda: torch.set_num_threads(torch_threads))
         return StreamRunner(stream, executor, loop)
 
     return _Made(_names(config, files), pages, context, model.vocab_size, name, make_runner, load_config(files).vision)
-
-
-def _executor(
-    config: EngineConfig, model: Model, ops: Ops, arena: Arena, context: int, ledger: Ledger
-) -> TorchExecutor | CapturedExecutor:
-    """Steps replayed where the kernels are native and the model's forward allows it; else one operation at a time."""
-    from aengine.kernels.native import NativeOps
-    from aengine.kernels.native.capture import NotCapturable, Sizes
-    from aengine.kernels.ops import state_specs
-    from aengine.runner.captured_step import CapturedExecutor, CapturedStep
-    from aengine.runner.native_sampler import NativeSampler
-    from aengine.runner.torch_step import TorchExecutor
-
-    slots, native = config.scheduler.max_num_seqs, isinstance(ops, NativeOps)
-    kv = arena.layer_kv([(spec.group, spec.layer) for spec in model.attention])
-    states = arena.layer_states([(spec.group, spec.layer) for spec in state_specs(model)])
-    sampler = NativeSampler(ops.context, slots, model.vocab_size, context) if isinstance(ops, NativeOps) else None
-    eager = TorchExecutor(
-        model,
-        ops,
-        kv,
-        table_columns=tuple(table_columns(group.spec, context) for group in arena.plan.groups),
-        max_num_seqs=slots,
-        max_model_len=context,
-        zero=arena.zero,
-        move=arena.move,
-        states=states,
-        sampler=sampler,
-    )
-    if not isinstance(ops, NativeOps) or sampler is None or not config.device.capture:
-        ledger.lines.append(f"steps run one operation at a time: {'capture is off' if native else 'plain torch'}")
-        return eager
-    limits = Sizes(config.scheduler.max_batched_tokens, slots, 0, context + 1)
-    try:
-        captured = CapturedStep(model, ops, sampler, eager.state, kv, states, limits)
-    except NotCapturable as error:
-        ledger.lines.append(f"steps run one operation at a time, for the model cannot be captured: {error}")
-        return eager
-    ledger.lines.append(captured.describe())
-    return CapturedExecutor(eager, captured)
 
 
 def load_for_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Ops, Model]:

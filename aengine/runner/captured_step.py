@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aengine.kernels.native import NativeOps
-from aengine.kernels.native.capture import HostOnly, NotCapturable, Program, RecordingOps, Sizes, record
+from aengine.kernels.native.capture import HostOnly, Program, RecordingOps, Sizes, record
 from aengine.kernels.native.library import LAY_OUT_ARGS, SAMPLE_ARGS, SETTLE_ARGS, TABLE
 from aengine.kernels.native.sampling import NO_LOGPROBS, LogprobArrays
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, StepBatch
@@ -118,6 +118,7 @@ class CapturedStep:
         return (
             f"steps are captured: {self._end + 1} operations in one call, up to {self._limits.tokens} tokens, "
             f"{self._recording.bytes / 2**20:.0f} MiB of buffers"
+            + ("; those in which a row sees an image run one by one" if self._state.media else "")
         )
 
     def hidden(self, tokens: int) -> Tensor:
@@ -305,6 +306,3 @@ def _by_row(points: dict[int, Logprobs], samples: Int32s, accepted: NDArray[np.i
         if first in points:
             result[row] = join_logprobs([points[point] for point in range(first, first + int(accepted[row]))])
     return result
-
-
-__all__ = ["CapturedExecutor", "CapturedStep", "NotCapturable"]

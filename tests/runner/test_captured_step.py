@@ -9,7 +9,6 @@ state pages are compared for equality.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from aengine.config import usable_home
 from aengine.kernels.native import NativeOps, Unavailable, load_native_ops
 from aengine.kernels.native.capture import NotCapturable, Sizes
 from aengine.kernels.ops import LayerKV, LayerState, state_specs
@@ -88,8 +88,8 @@ class _State:
 
 
 @pytest.fixture(scope="module")
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    made = load_native_ops(Path(request.config.cache.mkdir("native-kernels")), threads=2)  # type: ignore[union-attr]
+def ops() -> NativeOps:
+    made = load_native_ops(usable_home() / "native", threads=2)
     assert not isinstance(made, Unavailable), made.reason
     return made
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from aengine.config import usable_home
 from aengine.kernels.native import NativeOps, Unavailable, load_native_ops
 from aengine.runner.native_sampler import NativeSampler
 from aengine.runner.sampler import Sampler
@@ -18,8 +18,8 @@ ROWS, LENGTH, PROMPT, KNOWN = 12, 64, 6, 9
 
 
 @pytest.fixture(scope="module")
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    made = load_native_ops(Path(request.config.cache.mkdir("native-kernels")), threads=2)  # type: ignore[union-attr]
+def ops() -> NativeOps:
+    made = load_native_ops(usable_home() / "native", threads=2)
     assert not isinstance(made, Unavailable), made.reason
     return made
 

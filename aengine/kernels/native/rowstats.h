@@ -9,22 +9,25 @@
 /* First index of the greatest value, which goes to `best`; a row that holds NaN has the best value NaN. */
 static int32_t best_of(const float *x, int64_t n, float *best)
 {
-    vf top = vf_set1(-INFINITY);
+    vf top[4];
     vi odd = (vi)vf_set1(0.0f);
+    for (int k = 0; k < 4; k++) top[k] = vf_set1(-INFINITY);
     int64_t i = 0;
-    for (; i + AE_VL <= n; i += AE_VL) {
-        const vf v = vf_load(x + i);
-        top = vf_max(v, top);
-        odd |= (vi)(v != v);
-    }
-    float m = vf_hmax(top);
+    for (; i + 4 * AE_VL <= n; i += 4 * AE_VL)
+        for (int k = 0; k < 4; k++) {
+            const vf v = vf_load(x + i + k * AE_VL);
+            top[k] = vf_max(v, top[k]);
+            odd |= (vi)(v != v);
+        }
+    float m = vf_hmax(vf_max(vf_max(top[0], top[1]), vf_max(top[2], top[3])));
     int nan = any_lane(odd) != 0;
     for (; i < n; i++) {
         m = x[i] > m ? x[i] : m;
         nan |= x[i] != x[i];
     }
     *best = nan ? NAN : m;
-    for (i = 0; i < n; i++)
+    for (i = 0; i + AE_VL <= n && !any_lane((vi)(vf_load(x + i) == vf_set1(m))); i += AE_VL) {}
+    for (; i < n; i++)
         if (x[i] == m) return (int32_t)i;
     return 0;
 }
