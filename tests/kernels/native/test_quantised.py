@@ -60,7 +60,8 @@ def assert_near(y: torch.Tensor, expected: torch.Tensor) -> None:
 def test_against_the_oracle(ops: NativeOps, size_in: int, bits: int, group: int, minimum: bool, half: bool) -> None:
     if group and size_in % group:
         group = size_in
-    for out, rows in zip((1, 7, 8, 9, 17, 8, 33), ROWS, strict=True):
+    pairs = tuple(zip((1, 7, 8, 9, 17, 8, 33), ROWS, strict=True))
+    for out, rows in pairs if size_in < 576 else pairs[3::3]:
         part, bias = make(out, size_in, bits, group, minimum, half), torch.randn(out)
         x = torch.randn(rows, size_in, generator=torch.Generator().manual_seed(rows))
         w = ops.prepare(linear_of(part, bias=bias))
