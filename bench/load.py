@@ -324,6 +324,7 @@ def figures(answers: Sequence[Answer], took_s: float) -> dict[str, Any]:
         "itl_max_ms": _ms(gaps_s, 100),
         "tpot_mean_ms": 1e3 * statistics.fmean(per_token_s) if per_token_s else None,
         "took_s": took_s,
+        "output_tokens": sum(answer.tokens for answer in good),
         "prompt_tokens": sum(answer.prompt_tokens for answer in good),
         "cached_tokens": sum(answer.cached_tokens for answer in good),
         **_faults(answers),

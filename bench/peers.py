@@ -65,10 +65,16 @@ def turn(
                 salted = prompts.salted(f"{args.seed} {name} {start} {run}")
                 before, own_s = Usage.now(running.pid), time.process_time()
                 measured = asyncio.run(measure(workload, target, salted))
-                used = Usage.now(running.pid).since(before, time.process_time() - own_s)
-                yield {"workload": name, "run": run, **measured, **used}
+                server_s, others = Usage.now(running.pid).since(before, time.process_time() - own_s)
+                yield {"workload": name, "run": run, **measured, "others_cores": others, **cost(measured, server_s)}
         ready = {} if running.ready_s is None else {"ready_ms": 1e3 * running.ready_s}
         yield {"workload": TURN, **ready, "rss_mib": rss_mib(running.pid)}
+
+
+def cost(measured: Mapping[str, Any], server_s: float) -> dict[str, float]:
+    """Processor time of the server a token: what a busy machine distorts least. Nothing when it is not known."""
+    tokens = measured.get("output_tokens")
+    return {"cpu_per_token_ms": 1e3 * server_s / tokens} if tokens and server_s else {}
 
 
 def shown(record: Record) -> str:

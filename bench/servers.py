@@ -158,11 +158,11 @@ class Usage:
         machine_s = (user + nice + system + irq + softirq + steal) / TICKS_PER_S
         return cls(sum(_cpu_s(each) for each in tree(pid)), machine_s, time.monotonic())
 
-    def since(self, before: Usage, own_s: float) -> dict[str, float]:
-        """Server's processor seconds, and cores that neither it nor the load generator (`own_s`) kept busy."""
-        took_s = self.at_s - before.at_s
-        others_s = self.machine_s - before.machine_s - (self.tree_s - before.tree_s) - own_s
-        return {"server_cpu_s": self.tree_s - before.tree_s, "others_cores": max(0.0, others_s / took_s)}
+    def since(self, before: Usage, own_s: float) -> tuple[float, float]:
+        """The server's processor seconds, and cores that neither it nor the load generator (`own_s`) kept busy."""
+        server_s = self.tree_s - before.tree_s
+        others_s = self.machine_s - before.machine_s - server_s - own_s
+        return server_s, max(0.0, others_s / (self.at_s - before.at_s))
 
 
 def tree(pid: int) -> list[int]:

@@ -1,6 +1,6 @@
 """A server that speaks as much of the OpenAI API as bench/load.py asks for, in few lines and with planted faults.
 
-    python fake_peer.py PORT [--token-s X] [--die]
+    python fake_peer.py PORT [--token-s X]
 
 A token takes `token_s`. While a prompt of more than 1,000 ids is read (50 tokens' time) nobody gets a token, as in an
 engine without chunks. A prompt that begins with 13 is refused; one that begins with 14 breaks off with an error event.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from typing import Any
 
 from aiohttp import web
@@ -93,10 +92,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
     parser.add_argument("--token-s", type=float, default=0.001)
-    parser.add_argument("--die", action="store_true")
     args = parser.parse_args()
-    if args.die:
-        sys.exit("no such model")
     await start(Peer(args.token_s), args.port)
     await asyncio.Event().wait()
 

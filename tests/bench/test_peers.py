@@ -19,6 +19,7 @@ from servers import READY_S, Server, Usage, rss_mib, tree, up
 from .test_load import PROMPTS
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_peer.py')} {{port}}"
+DEAD = f"{sys.executable} -c 'raise SystemExit(\"no such model\")'"
 
 
 def record(server: str, workload: str = "W1", **values: Any) -> dict[str, Any]:
@@ -66,6 +67,11 @@ def test_headlines_become_claims(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(report.claims) == 2
 
 
+def test_cost_is_processor_time_a_token() -> None:
+    assert peers.cost({"output_tokens": 200}, 3.0) == {"cpu_per_token_ms": 15.0}
+    assert peers.cost({"output_tokens": 200}, 0.0) == peers.cost({"steady_itl_p50_ms": 1.0}, 3.0) == {}
+
+
 def test_other_load_is_told() -> None:
     assert noise([]) == "no run"
     assert noise([record("a", others_cores=value) for value in (0.0, 0.5, 2.0)]).endswith("median 0.50, p90 2.00")
@@ -95,7 +101,10 @@ def test_a_started_server_is_ended_with_its_children(tmp_path: Path) -> None:
         assert running.pid in tree(os.getpid())
         assert rss_mib(running.pid) > 5
         before = Usage.now(running.pid)
-        assert Usage.now(running.pid).since(before, 0.0)["server_cpu_s"] >= 0
+        urllib.request.urlopen(running.url + "/health").close()
+        server_s, others = Usage.now(running.pid).since(before, 0.0)
+        assert 0 <= server_s < 5
+        assert 0 <= others <= (os.cpu_count() or 1) + 1
         assert running.ready_s is not None
         assert 0 < running.ready_s < READY_S
     assert running.pid not in tree(os.getpid())
@@ -110,7 +119,7 @@ def test_the_script_measures_in_turn_and_goes_on_after_a_failure(
     peers.main(
         [
             *("--start", f"aengine-fake={FAKE}", "--start", f"slow={FAKE} --token-s 0.006"),
-            *("--start", f"dead={FAKE} --die", "--set", "slow:note=sleeps"),
+            *("--start", f"dead={DEAD}", "--set", "slow:note=sleeps"),
             *("--workloads", "W3,W4", "--requests", "W3=3,W4=2", "--starts", "1"),
             *("--log-dir", str(tmp_path), "--keep", str(kept)),
         ]
