@@ -121,16 +121,17 @@ def told_servers(servers: Sequence[Server], sets: Sequence[str]) -> list[Server]
 
 
 def read_workloads(names: str, requests: str) -> dict[str, Workload]:
-    counts = dict(part.split("=", 1) for part in requests.split(",") if "=" in part)
-    chosen: dict[str, Workload] = {}
+    """The workloads named, with the number of requests that `requests` (W2=64,W5=8) gives them."""
+    counts = {name: str(workload.requests) for name, workload in WORKLOADS.items()}
+    for part in filter(None, requests.split(",")):
+        name, _, count = part.partition("=")
+        if name not in WORKLOADS or not count.isdigit() or int(count) < 1:
+            raise LoadError(f"--requests {part}: not the name of a workload = a number of at least 1")
+        counts[name] = count
     for name in names.split(","):
         if name not in WORKLOADS:
             raise LoadError(f"workload {name!r} is none of {', '.join(WORKLOADS)}")
-        count = counts.get(name, str(WORKLOADS[name].requests))
-        if not count.isdigit() or int(count) < 1:
-            raise LoadError(f"--requests {name}={count}: not a number of at least 1")
-        chosen[name] = replace(WORKLOADS[name], requests=int(count))
-    return chosen
+    return {name: replace(WORKLOADS[name], requests=int(counts[name])) for name in names.split(",")}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

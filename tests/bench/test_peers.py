@@ -147,7 +147,8 @@ def test_the_script_measures_in_turn_and_goes_on_after_a_failure(
     ("arguments", "fault"),
     [
         (["--workloads", "W9"], "workload 'W9' is none of W1, W2, W3, W4, W5"),
-        (["--requests", "W1=0"], "--requests W1=0: not a number of at least 1"),
+        (["--requests", "W1=0"], "--requests W1=0: not the name of a workload = a number of at least 1"),
+        (["--requests", "W2=8,W7=1"], "--requests W7=1: "),
         (["--set", "x:note=a"], "no server 'x' among none"),
         (["--start", "a=b", "--start", "a=c"], "two servers have one name"),
         (["--read", "/nowhere/runs.jsonl"], "No such file"),
