@@ -17,7 +17,7 @@
 #define AE_EXPORT __attribute__((visibility("default")))
 #define AE_ABI 3
 
-enum { AE_F32 = 0, AE_BF16 = 1, AE_F16 = 2, AE_QUANTISED = 3, AE_I8 = 4 }; /* AE_I8: KV pages only */
+enum { AE_F32 = 0, AE_BF16 = 1, AE_I8 = 2, AE_F16 = 3, AE_QUANTISED = 4 }; /* AE_I8: KV pages only */
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
 /* What befell a row or a sampled position alone. */
 enum {

@@ -38,7 +38,7 @@ from aengine.kernels.native.packed import CODES, PackedLinear, Packer
 from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
 from aengine.kernels.reference_cross import cross_attention, write_items
 
-_INT8_KV = 4
+_INT8_KV = 2
 _SILU, _GELU_TANH = 0, 1
 
 

@@ -31,7 +31,7 @@ from aengine.kernels.ops import Linear
 from aengine.kernels.quantised import Quantised
 
 CODES = {torch.float32: 0, torch.bfloat16: 1}
-_F32, _F16, _QUANTISED = 0, 2, 3
+_F32, _F16, _QUANTISED = 0, 3, 4
 _UNIT = 32  # inputs that share a scale of activations
 _LINE = 64
 
