@@ -86,6 +86,12 @@ class _State:
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self._state[name].to(dtype).clone()
 
+    def quantised(self, name: str) -> None:
+        return None
+
+    def fitted(self, name: str, weight: torch.Tensor) -> None:
+        return None
+
 
 @pytest.fixture(scope="module")
 def ops() -> NativeOps:
