@@ -12,17 +12,17 @@
 
 typedef struct ae_pool ae_pool;
 
-/* Part `part` of `parts` of a job; runs on the pool's thread number `part` (0 is the caller). */
+/* Part `part` of `parts` of a job; any thread of the pool may run it, the caller's too. */
 typedef void (*ae_task)(void *arg, int part, int parts);
 
 ae_pool *ae_pool_create(int threads);
 void ae_pool_destroy(ae_pool *);
 int ae_pool_threads(const ae_pool *);
 
-/* Run all parts and return when the last has ended. parts <= threads. One caller at a time (see context.c). */
+/* Run all parts and return when the last has ended. parts <= AE_MAX_THREADS. One caller at a time (see context.c). */
 void ae_pool_run(ae_pool *, ae_task, void *arg, int parts);
 
-/* A buffer of at least `bytes`, 64-byte aligned, private to thread `part`; content is not kept. NULL: no memory.
+/* A buffer of at least `bytes`, 64-byte aligned, private to part `part`; content is not kept. NULL: no memory.
  * The shared slots are for the caller of ae_pool_run, to hand to its parts. */
 enum { AE_SHARED_A = AE_MAX_THREADS, AE_SHARED_B, AE_SCRATCH_SLOTS };
 void *ae_pool_scratch(ae_pool *, int part, size_t bytes);

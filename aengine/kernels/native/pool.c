@@ -1,4 +1,10 @@
-/* A pool of threads that runs one job at a time, split statically.
+/* A pool of threads that runs one job at a time, whose parts are taken by whoever comes first.
+ *
+ * The caller takes parts too, and waits only for those that a worker has begun: a worker that the system runs late, or
+ * not at all because an event loop has its core, delays nobody. Which thread ran a part shows nowhere.
+ *
+ * `claim` holds the job's number and the next part. It is closed before the job changes, so that a worker that comes late
+ * finds nothing to take, and its attempt to take what it saw before fails.
  *
  * Workers spin for a bounded time after a job (40 us: about the gap between two operations of a step) and then sleep,
  * so that an event loop on the same cores is never starved: a barrier that spins without bound beside a third runnable
@@ -26,19 +32,19 @@ typedef struct {
 
 typedef struct {
     ae_pool *pool;
-    int index;
     pthread_t thread;
 } ae_worker;
 
 struct ae_pool {
     int threads;
     long spin_ns;
-    ae_task task;
-    void *arg;
-    int parts;
-    _Alignas(64) atomic_uint generation; /* of the last job published */
-    _Alignas(64) atomic_int pending;     /* workers that have not finished it */
-    _Alignas(64) atomic_int sleepers;    /* workers asleep or about to be */
+    _Atomic(ae_task) task;
+    _Atomic(void *) arg;
+    atomic_int parts;
+    _Alignas(64) atomic_uint_fast64_t claim; /* job number << 32 | next part, or AE_CLOSED */
+    _Alignas(64) atomic_uint generation;     /* of the last job published */
+    _Alignas(64) atomic_int pending;         /* parts that have not ended */
+    _Alignas(64) atomic_int sleepers;        /* workers asleep or about to be */
     atomic_int caller_sleeps;
     atomic_int stop;
     pthread_mutex_t lock;
@@ -46,6 +52,8 @@ struct ae_pool {
     ae_worker *workers; /* threads - 1 */
     ae_buffer scratch[AE_SCRATCH_SLOTS];
 };
+
+#define AE_CLOSED 0xffffffffu
 
 static inline void relax(void)
 {
@@ -98,13 +106,33 @@ static void wait_for_job(ae_pool *p, unsigned seen)
     pthread_mutex_unlock(&p->lock);
 }
 
-static void report_done(ae_pool *p)
+/* The next part of the job that is open, -1 when there is none left; where to find it in task, arg and parts. */
+static int take_part(ae_pool *p, ae_task *task, void **arg, int *parts)
 {
-    if (atomic_fetch_sub(&p->pending, 1) != 1) return;
-    if (!atomic_load(&p->caller_sleeps)) return;
-    pthread_mutex_lock(&p->lock);
-    pthread_cond_signal(&p->done);
-    pthread_mutex_unlock(&p->lock);
+    uint_fast64_t seen = atomic_load(&p->claim);
+    for (;;) {
+        const uint32_t part = (uint32_t)seen;
+        *task = atomic_load(&p->task);
+        *arg = atomic_load(&p->arg);
+        *parts = atomic_load(&p->parts);
+        if (part == AE_CLOSED || (int)part >= *parts) return -1;
+        if (atomic_compare_exchange_weak(&p->claim, &seen, seen + 1)) return (int)part; /* so all of these are its own */
+    }
+}
+
+/* Run parts until none is left to take. */
+static void run_parts(ae_pool *p)
+{
+    ae_task task;
+    void *arg;
+    int parts, part;
+    while ((part = take_part(p, &task, &arg, &parts)) >= 0) {
+        task(arg, part, parts);
+        if (atomic_fetch_sub(&p->pending, 1) != 1 || !atomic_load(&p->caller_sleeps)) continue;
+        pthread_mutex_lock(&p->lock);
+        pthread_cond_signal(&p->done);
+        pthread_mutex_unlock(&p->lock);
+    }
 }
 
 static void *worker_main(void *self)
@@ -116,8 +144,7 @@ static void *worker_main(void *self)
         wait_for_job(p, seen);
         seen = atomic_load(&p->generation);
         if (atomic_load(&p->stop)) return NULL;
-        if (w->index < p->parts) p->task(p->arg, w->index, p->parts);
-        report_done(p);
+        run_parts(p);
     }
 }
 
@@ -155,12 +182,15 @@ void ae_pool_run(ae_pool *p, ae_task task, void *arg, int parts)
     if (parts <= 1 || p->threads == 1) {
         for (int i = 0; i < parts; i++) task(arg, i, parts);
     } else {
-        p->task = task;
-        p->arg = arg;
-        p->parts = parts;
-        atomic_store(&p->pending, p->threads - 1);
+        atomic_store(&p->task, task);
+        atomic_store(&p->arg, arg);
+        atomic_store(&p->parts, parts);
+        atomic_store(&p->pending, parts);
+        const uint_fast64_t job = ((atomic_load(&p->claim) >> 32) + 1) << 32;
+        atomic_store(&p->claim, job);
         publish(p);
-        task(arg, 0, parts);
+        run_parts(p);
+        atomic_store(&p->claim, job | AE_CLOSED);
         wait_for_workers(p);
     }
 }
@@ -177,7 +207,7 @@ ae_pool *ae_pool_create(int threads)
     if (threads < 1 || threads > AE_MAX_THREADS) return NULL;
     ae_pool *p = NULL;
     if (posix_memalign((void **)&p, 64, sizeof *p)) return NULL;
-    *p = (ae_pool){.threads = threads, .spin_ns = threads <= usable_cores() ? AE_SPIN_NS : 0};
+    *p = (ae_pool){.threads = threads, .claim = AE_CLOSED, .spin_ns = threads <= usable_cores() ? AE_SPIN_NS : 0};
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
     pthread_cond_init(&p->done, NULL);
@@ -187,7 +217,7 @@ ae_pool *ae_pool_create(int threads)
         return NULL;
     }
     for (int i = 0; i < threads - 1; i++) {
-        p->workers[i] = (ae_worker){.pool = p, .index = i + 1};
+        p->workers[i] = (ae_worker){.pool = p};
         if (pthread_create(&p->workers[i].thread, NULL, worker_main, &p->workers[i])) {
             stop_workers(p, i);
             free(p->workers);
