@@ -64,7 +64,7 @@ def plans(groups: int, rows: int, temperature: float) -> Iterator[StepPlan]:
             setups = tuple(SlotSetup(slot, slot, 1, params, TokenRules(), slot, none) for slot in range(rows))
             per_row = CONTEXT // PAGE
             deltas = tuple(
-                TableDelta.run(slot, group, 0, tuple(range(1 + slot * per_row, 1 + (slot + 1) * per_row)))
+                TableDelta.run(slot, group, 0, range(1 + slot * per_row, 1 + (slot + 1) * per_row))
                 for slot in range(rows)
                 for group in range(groups)
             )

@@ -10,7 +10,7 @@
  * A tile is up to about 96 query rows: tokens x query heads of one key-value head, of one ragged row or of several that
  * name the same pages. A span of a tile falls into pieces of pages that its rows share (one, mostly); each is staged once
  * for all rows it serves, keys as [head_dim][BLOCK] fp32, values as panels of [SPAN][NR] fp32, for the tile products of
- * tile.h. Where rows are few, values are used where they lie. Keys outside a row's range get probability exactly 0, and
+ * tile.h. Where rows are few, keys and values are used where they lie. Keys outside a row's range get probability exactly 0, and
  * stepping over exact zeros changes no bit, so ranges may differ between the rows of a tile. (It may turn -0 into +0; the
  * last step makes all zeros +0.)
  */
@@ -53,19 +53,13 @@ static void piece_scores(const attn_job *job, const attn_tile *t, const attn_scr
     const ae_attention_args *a = job->args;
     int64_t first;
     const int64_t rows = piece_rows(job, t, piece, &first), count = piece.end - piece.begin;
-    const int64_t width = t->heads * a->head_dim * kv_bytes(a);
     for (int64_t i = 0; i < count; i += AE_BLOCK) {
         const char *const *at = w->k_rows + i;
-        attn_ahead ahead = ahead_of(at, width, t->heads * AE_BLOCK / 8 * ae_max(1, a->head_dim * kv_bytes(a) / 16));
+        attn_ahead ahead = ahead_of(at + AE_BLOCK, t->heads * a->head_dim * kv_bytes(a));
         for (int64_t h = 0; h < t->heads; h++) {
             const int64_t shift = h * a->k_kv_stride * kv_bytes(a), row = h * t->queries + first;
-            switch (a->kv_dtype) {
-            case AE_F32: stage_keys(w->keys, at, shift, a->head_dim, AE_F32, &ahead); break;
-            case AE_BF16: stage_keys(w->keys, at, shift, a->head_dim, AE_BF16, &ahead); break;
-            default: stage_keys(w->keys, at, shift, a->head_dim, AE_I8, &ahead);
-            }
-            block_scores(w->q + row * job->dim, job->dim, rows, w->keys, a->head_dim,
-                         w->scores + row * AE_SCORES + column + i);
+            key_scores(job, w, row, rows, at, shift, ae_min(AE_BLOCK, count - i),
+                       w->scores + row * AE_SCORES + column + i, &ahead);
         }
     }
     if (a->kv_dtype == AE_I8) apply_scales(job, t, w, piece, 0, column);
@@ -80,12 +74,9 @@ static void piece_values(const attn_job *job, const attn_tile *t, const attn_scr
     const int in_place = rows <= AE_IN_PLACE && a->head_dim == job->dim;
     const int64_t step = in_place ? AE_BLOCK : AE_SPAN;
     if (a->kv_dtype == AE_I8) apply_scales(job, t, w, piece, 1, column);
-    const int64_t width = t->heads * a->head_dim * kv_bytes(a);
-    int64_t panels = 0; /* products a head needs in place */
-    for (int64_t r = 0; r < rows; r += AE_MR) panels += job->dim / ((rows - r <= 3 ? 4 : 2) * AE_VL);
     for (int64_t i = 0; i < count; i += step) {
         const char *const *at = w->v_rows + i;
-        attn_ahead ahead = ahead_of(at, width, t->heads * panels * AE_BLOCK);
+        attn_ahead ahead = ahead_of(at + AE_BLOCK, t->heads * a->head_dim * kv_bytes(a));
         for (int64_t h = 0; h < t->heads; h++) {
             const int64_t shift = h * a->v_kv_stride * kv_bytes(a), row = h * t->queries + first;
             const int64_t n = ae_min(step, count - i);
@@ -113,28 +104,33 @@ static void softmax_row(const attn_job *job, float *s, int64_t first, int64_t la
         memset(s + first, 0, (size_t)(last - first) * sizeof *s);
         return;
     }
+    const int64_t low = begin / AE_VL * AE_VL, high = ae_round_up(end, AE_VL), block = low / AE_BLOCK * AE_BLOCK;
+    memset(s + first, 0, (size_t)(low - first) * sizeof *s);
+    memset(s + high, 0, (size_t)(last - high) * sizeof *s);
     if (cap > 0.0f) /* cap tanh(x / cap), tanh u = 1 - 2 / (1 + e^2u) */
-        for (int64_t k = first; k < last; k += AE_VL) {
+        for (int64_t k = low; k < high; k += AE_VL) {
             const vf e = vf_exp(vf_load(s + k) * vf_set1(2.0f / cap));
             vf_store(s + k, vf_set1(cap) - vf_set1(2.0f * cap) / (e + vf_set1(1.0f)));
         }
-    for (int64_t k = first; k < begin; k++) s[k] = -INFINITY;
-    for (int64_t k = end; k < last; k++) s[k] = -INFINITY;
-    vf top[4], total[4];
+    for (int64_t k = low; k < begin; k++) s[k] = -INFINITY;
+    for (int64_t k = end; k < high; k++) s[k] = -INFINITY;
+    vf top[4], total[4]; /* a vector's place in its block says which one it joins */
     AE_UNROLL
     for (int i = 0; i < 4; i++) top[i] = vf_set1(-INFINITY), total[i] = vf_set1(0.0f);
-    for (int64_t k = first; k < last; k += AE_BLOCK)
+    for (int64_t k = block; k < high; k += AE_BLOCK)
         AE_UNROLL
-        for (int i = 0; i < 4; i++) top[i] = vf_max(vf_load(s + k + i * AE_VL), top[i]);
+        for (int i = 0; i < 4; i++)
+            if (k + i * AE_VL >= low && k + i * AE_VL < high) top[i] = vf_max(vf_load(s + k + i * AE_VL), top[i]);
     *max = vf_hmax(vf_max(vf_max(top[0], top[1]), vf_max(top[2], top[3])));
     const vf most = vf_set1(*max);
-    for (int64_t k = first; k < last; k += AE_BLOCK)
+    for (int64_t k = block; k < high; k += AE_BLOCK)
         AE_UNROLL
-        for (int i = 0; i < 4; i++) {
-            const vf p = vf_exp(vf_load(s + k + i * AE_VL) - most);
-            total[i] += p;
-            vf_store(s + k + i * AE_VL, p);
-        }
+        for (int i = 0; i < 4; i++)
+            if (k + i * AE_VL >= low && k + i * AE_VL < high) {
+                const vf p = vf_exp(vf_load(s + k + i * AE_VL) - most);
+                total[i] += p;
+                vf_store(s + k + i * AE_VL, p);
+            }
     vf_store(sum, (total[0] + total[1]) + (total[2] + total[3]));
 }
 
@@ -249,14 +245,22 @@ static void whole_tile(const attn_job *job, const attn_tile *t, attn_scratch *w)
     write_outputs(job, t, w->total);
 }
 
-/* Tasks are claimed one by one: tiles differ in cost. Which thread runs one changes no bit. */
+/* Tasks are claimed one by one, each before the last is done, so that its keys can be asked for: tiles differ in cost.
+ * Which thread runs one changes no bit. */
 static void tiles_task(void *arg, int part, int parts)
 {
     (void)parts;
     attn_job *job = arg;
     int64_t bytes;
     attn_scratch w = scratch_at(job, job->scratch[part], &bytes);
-    for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->tiles;) whole_tile(job, &job->tile[i], &w);
+    int64_t i = atomic_fetch_add(&job->next, 1);
+    while (i < job->tiles) {
+        const int64_t next = atomic_fetch_add(&job->next, 1);
+        w.next = next < job->tiles ? &job->tile[next] : NULL;
+        if (w.next) w.next_row = job->segment[w.next->segment].row;
+        whole_tile(job, &job->tile[i], &w);
+        i = next;
+    }
 }
 
 static void spans_task(void *arg, int part, int parts)

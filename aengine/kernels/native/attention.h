@@ -13,6 +13,7 @@
 
 #define AE_BLOCK (4 * AE_VL)           /* keys scored at once: four vectors of columns */
 #define AE_SPAN 256                    /* positions of one softmax, and of one independent partial result */
+#define AE_AHEAD (AE_BLOCK + 17)       /* rows of pages known beyond the end of a piece */
 #define AE_SCORES (AE_SPAN + AE_BLOCK) /* a row of scores; the last block of a piece may stand over */
 #define AE_TILE_FLOATS 36864           /* queries, outputs and scores of a tile: 144 KiB, beside staged values in L2 */
 #define AE_IN_PLACE (2 * AE_MR)        /* up to so many query rows use values where they lie; more stage them as fp32 */
@@ -67,9 +68,11 @@ typedef struct {
     float *scales; /* [SCORES], of int8 pages */
     float *q;      /* [rows][dim] */
     attn_part part, total;
-    const char **k_rows, **v_rows; /* [SCORES], for the tile's first head; see find_rows */
+    const char **k_rows, **v_rows; /* [SPAN + AHEAD], for the tile's first head; see find_rows */
     attn_piece *piece;
     int64_t pieces;
+    const attn_tile *next; /* what this thread does next, if known, and the row that holds its first keys */
+    int64_t next_row;
 } attn_scratch;
 
 /* First key a query at `position` sees. */
@@ -144,8 +147,8 @@ static inline attn_scratch scratch_at(const attn_job *job, void *memory, int64_t
     w.q = cut(&at, rows * dim * 4);
     w.part = part_at(cut(&at, part), rows);
     w.total = part_at(cut(&at, part), rows);
-    w.k_rows = cut(&at, AE_SCORES * (int64_t)sizeof *w.k_rows);
-    w.v_rows = cut(&at, AE_SCORES * (int64_t)sizeof *w.v_rows);
+    w.k_rows = cut(&at, (AE_SPAN + AE_AHEAD) * (int64_t)sizeof *w.k_rows);
+    w.v_rows = cut(&at, (AE_SPAN + AE_AHEAD) * (int64_t)sizeof *w.v_rows);
     w.piece = cut(&at, 2 * job->tile_segments * (int64_t)sizeof *w.piece);
     *bytes = (int64_t)(at - (uintptr_t)memory);
     return w;

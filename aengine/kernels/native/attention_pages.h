@@ -46,19 +46,25 @@ static void find_run(const ae_attention_args *a, int values, int64_t row, int64_
     }
 }
 
-/* The rows of a piece, for the first head of its tile, and the BLOCK rows that are read after them: after keys the
- * values, after values the next span's keys (or again the first value). So row i + BLOCK is always what to prefetch when
- * row i is used, and a block of keys that stands over the end of its piece reads valid memory (no score of it is used).
- * Pages lie anywhere, so the hardware does not foresee them. */
+/* The rows of a piece, for the first head of its tile, and the rows that are read after them: after keys the values,
+ * after values the next span's keys, or the next tile's (or again the first value). So row i + BLOCK is always what to
+ * prefetch when row i is used, and keys that stand over the end of their piece are read from valid memory (no score of
+ * them is used). Pages lie anywhere, so the hardware does not foresee them. */
 static void find_rows(const ae_attention_args *a, const attn_scratch *w, const attn_segment *s, int64_t head,
                       attn_piece piece)
 {
-    const int64_t count = piece.end - piece.begin, after = ae_min(AE_BLOCK, s->end - piece.end);
+    const int64_t count = piece.end - piece.begin;
+    int64_t after = ae_min(AE_BLOCK, s->end - piece.end);
     find_run(a, 0, s->row, head, piece.begin, piece.end, w->k_rows);
     find_run(a, 1, s->row, head, piece.begin, piece.end, w->v_rows);
-    for (int64_t i = 0; i < AE_BLOCK; i++) w->k_rows[count + i] = w->v_rows[ae_min(i, count - 1)];
-    find_run(a, 0, s->row, head, piece.end, piece.end + after, w->v_rows + count);
-    for (int64_t i = after; i < AE_BLOCK; i++) w->v_rows[count + i] = w->v_rows[0];
+    for (int64_t i = 0; i < AE_AHEAD; i++) w->k_rows[count + i] = w->v_rows[ae_min(i, count - 1)];
+    if (after > 0) {
+        find_run(a, 0, s->row, head, piece.end, piece.end + after, w->v_rows + count);
+    } else if (w->next) {
+        after = ae_min(AE_BLOCK, w->next->end - w->next->begin);
+        find_run(a, 0, w->next_row, w->next->head, w->next->begin, w->next->begin + after, w->v_rows + count);
+    }
+    for (int64_t i = after; i < AE_AHEAD; i++) w->v_rows[count + i] = w->v_rows[0];
 }
 
 AE_INLINE void prefetch_row(const char *row, int64_t bytes)
@@ -66,44 +72,66 @@ AE_INLINE void prefetch_row(const char *row, int64_t bytes)
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
-/* The block after the one in work, asked for line by line in the order of memory, spread over the work. */
+/* The rows BLOCK after those in work, asked for in the order of memory, spread over the work. */
 typedef struct {
     const char *const *row;
-    int64_t offset, step, width;
+    const char *at, *end;
+    int64_t width;
 } attn_ahead;
 
-/* `rows` of the block in work, each `width` bytes for all heads of the tile; `asks`: how often ask() will be called. */
-static inline attn_ahead ahead_of(const char *const *rows, int64_t width, int64_t asks)
+/* `width`: bytes of a row for all heads of the tile. */
+static inline attn_ahead ahead_of(const char *const *rows, int64_t width)
 {
-    return (attn_ahead){rows + AE_BLOCK, 0, ae_max(1, AE_BLOCK * width / asks), width};
+    return (attn_ahead){rows, *rows, *rows + width, width};
 }
 
-AE_INLINE void ask(attn_ahead *ahead)
+AE_INLINE void ask(attn_ahead *ahead, const int lines)
 {
-    if ((ahead->offset & 63) < ahead->step) __builtin_prefetch(*ahead->row + ahead->offset, 0, 2);
-    if (ahead->step > 64) __builtin_prefetch(*ahead->row + ahead->offset + 64, 0, 2);
-    ahead->offset += ahead->step;
-    if (ahead->offset >= ahead->width) {
-        ahead->offset = 0;
-        ahead->row++;
+    AE_UNROLL
+    for (int i = 0; i < lines; i++) __builtin_prefetch(ahead->at + 64 * i, 0, 2);
+    ahead->at += 64 * lines;
+    if (ahead->at >= ahead->end) {
+        ahead->at = *++ahead->row;
+        ahead->end = ahead->at + ahead->width;
     }
 }
 
 /* ---- staging ---- */
 
+/* Eight rows `step` bytes apart. */
+typedef struct {
+    const char *row;
+    int64_t step;
+} attn_eight;
+
+/* Rows rows[0 .. 8) as eight at an even distance: most are, for pages hold whole eights; else a copy of them. `bytes`
+ * are used of each row, from `shift` on. */
+AE_INLINE attn_eight eight_of(const char *const *rows, int64_t shift, int64_t bytes, char *copy)
+{
+    const int64_t step = rows[1] - rows[0];
+    int64_t odd = 0;
+    AE_UNROLL
+    for (int i = 2; i < 8; i++) odd |= rows[i] - rows[i - 1] - step;
+    if (!odd) return (attn_eight){rows[0] + shift, step};
+    for (int i = 0; i < 8; i++) memcpy(copy + i * bytes, rows[i] + shift, (size_t)bytes);
+    return (attn_eight){copy, bytes};
+}
+
 #if defined(__AVX2__)
 /* Row i beside row i + 4: a 128-bit load and an inserting load, no shuffle. */
-AE_INLINE __m256 load_pair(const char *low, const char *high, int64_t offset)
+AE_INLINE __m256 load_pair(const char *low, const char *high)
 {
-    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps((const float *)(low + offset))),
-                                _mm_loadu_ps((const float *)(high + offset)), 1);
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps((const float *)low)),
+                                _mm_loadu_ps((const float *)high), 1);
 }
 
 /* Four words of each of eight rows -> four vectors of eight; 8 shuffles. */
-AE_INLINE void transpose_words(const char *const *rows, int64_t offset, __m256 column[4])
+AE_INLINE void transpose_words(attn_eight e, int64_t offset, __m256 column[4])
 {
-    const __m256 a = load_pair(rows[0], rows[4], offset), b = load_pair(rows[1], rows[5], offset);
-    const __m256 c = load_pair(rows[2], rows[6], offset), d = load_pair(rows[3], rows[7], offset);
+    const char *low = e.row + offset, *high = low + 4 * e.step;
+    const int64_t step3 = 3 * e.step;
+    const __m256 a = load_pair(low, high), b = load_pair(low + e.step, high + e.step);
+    const __m256 c = load_pair(low + 2 * e.step, high + 2 * e.step), d = load_pair(low + step3, high + step3);
     const __m256 ab_low = _mm256_unpacklo_ps(a, b), ab_high = _mm256_unpackhi_ps(a, b);
     const __m256 cd_low = _mm256_unpacklo_ps(c, d), cd_high = _mm256_unpackhi_ps(c, d);
     column[0] = _mm256_shuffle_ps(ab_low, cd_low, 0x44);
@@ -112,53 +140,48 @@ AE_INLINE void transpose_words(const char *const *rows, int64_t offset, __m256 c
     column[3] = _mm256_shuffle_ps(ab_high, cd_high, 0xee);
 }
 
-/* 16 bytes of each of eight rows -> columns of eight fp32, BLOCK apart. Two bf16 or four int8 travel as one word and part
- * at the end. */
-AE_INLINE void transpose8(const char *const *rows, int64_t offset, const int kind, float *to)
+/* Column i of the words of transpose_words, widened: two bf16 or four int8 travel as one word and part here. */
+AE_INLINE __m256 column_of(const __m256 column[4], const int kind, const int i)
 {
-    const __m256 high = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u));
+    if (kind == AE_F32) return column[i];
+    const __m256i words = _mm256_castps_si256(column[i / (4 / kind_bytes(kind))]);
+    if (kind == AE_BF16)
+        return _mm256_castsi256_ps(i % 2 ? _mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000u))
+                                         : _mm256_slli_epi32(words, 16));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 24 - 8 * (i % 4)), 24));
+}
+
+/* 16 bytes of each of eight rows -> columns of eight fp32, BLOCK apart. */
+AE_INLINE void transpose8(attn_eight e, int64_t offset, const int kind, float *to)
+{
     __m256 column[4];
-    transpose_words(rows, offset, column);
+    transpose_words(e, offset, column);
     AE_UNROLL
-    for (int i = 0; i < 4; i++) {
-        const __m256i words = _mm256_castps_si256(column[i]);
-        if (kind == AE_F32) {
-            _mm256_storeu_ps(to + i * AE_BLOCK, column[i]);
-        } else if (kind == AE_BF16) {
-            _mm256_storeu_ps(to + 2 * i * AE_BLOCK, _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)));
-            _mm256_storeu_ps(to + (2 * i + 1) * AE_BLOCK, _mm256_and_ps(column[i], high));
-        } else {
-            AE_UNROLL
-            for (int j = 0; j < 4; j++) {
-                const __m256i byte = _mm256_srai_epi32(_mm256_slli_epi32(words, 24 - 8 * j), 24);
-                _mm256_storeu_ps(to + (4 * i + j) * AE_BLOCK, _mm256_cvtepi32_ps(byte));
-            }
-        }
-    }
+    for (int i = 0; i < 16 / kind_bytes(kind); i++) _mm256_storeu_ps(to + i * AE_BLOCK, column_of(column, kind, i));
 }
 #else
-AE_INLINE void transpose8(const char *const *rows, int64_t offset, const int kind, float *to)
+AE_INLINE void transpose8(attn_eight e, int64_t offset, const int kind, float *to)
 {
     for (int i = 0; i < 8; i++)
-        for (int64_t j = 0; j < 16 / kind_bytes(kind); j++) to[j * AE_BLOCK + i] = load_one(rows[i] + offset, j, kind);
+        for (int64_t j = 0; j < 16 / kind_bytes(kind); j++)
+            to[j * AE_BLOCK + i] = load_one(e.row + i * e.step + offset, j, kind);
 }
 #endif
 
-/* BLOCK rows of keys, `shift` bytes on -> [head_dim][BLOCK]. */
-AE_INLINE void stage_keys(float *keys, const char *const *rows, int64_t shift, int64_t head_dim, const int kind,
-                          attn_ahead *ahead)
+/* `count` rows of keys, up to seven more, `shift` bytes on -> [head_dim][BLOCK]. */
+AE_INLINE void stage_keys(float *keys, const char *const *rows, int64_t shift, int64_t count, int64_t head_dim,
+                          const int kind, char *copy, attn_ahead *ahead)
 {
     const int64_t step = 16 / kind_bytes(kind);
-    for (int64_t i = 0; i < AE_BLOCK; i += 8) {
-        const char *now[8];
+    for (int64_t i = 0; i < count; i += 8) {
+        const attn_eight now = eight_of(rows + i, shift, head_dim * kind_bytes(kind), copy);
         int64_t d = 0;
-        for (int64_t j = 0; j < 8; j++) now[j] = rows[i + j] + shift;
         for (; d + step <= head_dim; d += step) {
+            ask(ahead, 2);
             transpose8(now, d * kind_bytes(kind), kind, keys + d * AE_BLOCK + i);
-            ask(ahead);
         }
         for (; d < head_dim; d++)
-            for (int64_t j = 0; j < 8; j++) keys[d * AE_BLOCK + i + j] = load_one(now[j], d, kind);
+            for (int64_t j = 0; j < 8; j++) keys[d * AE_BLOCK + i + j] = load_one(now.row + j * now.step, d, kind);
     }
 }
 

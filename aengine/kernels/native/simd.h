@@ -114,20 +114,32 @@ AE_INLINE vf vf_min(vf a, vf b)
 /* Lane i with lane i + VL/2, then halves again: one fixed tree. */
 AE_INLINE float vf_sum(vf v)
 {
+#if AE_VL == 8 && defined(__AVX2__)
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float t[AE_VL];
     vf_store(t, v);
     for (int half = AE_VL / 2; half; half /= 2)
         for (int i = 0; i < half; i++) t[i] += t[i + half];
     return t[0];
+#endif
 }
 
 AE_INLINE float vf_hmax(vf v)
 {
+#if AE_VL == 8 && defined(__AVX2__)
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
     float t[AE_VL];
     vf_store(t, v);
     for (int half = AE_VL / 2; half; half /= 2)
         for (int i = 0; i < half; i++) t[i] = t[i] > t[i + half] ? t[i] : t[i + half];
     return t[0];
+#endif
 }
 
 AE_INLINE float bf16_to_f32(uint16_t h)
@@ -149,7 +161,11 @@ AE_INLINE uint16_t f32_to_bf16(float f)
 
 AE_INLINE vf vf_load_bf16(const uint16_t *p)
 {
+#if AE_VL == 8 && defined(__AVX2__)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
     return (vf)(__builtin_convertvector(*(const vh_mem *)p, vu) << 16);
+#endif
 }
 
 AE_INLINE void vf_store_bf16(uint16_t *p, vf v)

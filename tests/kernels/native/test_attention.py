@@ -89,6 +89,7 @@ def test_few_rows_split_in_spans(ops: NativeOps, kv_dtype: torch.dtype) -> None:
     check_against_definition(ops, SPECS["gemma3-270m"], [(530, 1)], kv_dtype=kv_dtype)
     check_against_definition(ops, SPECS["smollm2"], [(1030, 1)], kv_dtype=kv_dtype)
     check_against_definition(ops, SPECS["smollm2"], [(500, 33)], kv_dtype=kv_dtype)
+    check_against_definition(ops, make_spec(4, 2, 24), [(70, 1), (287, 1)], kv_dtype=kv_dtype, page_tokens=5)
 
 
 def test_int8_rows_of_zeros_and_of_tiny_numbers(ops: NativeOps) -> None:
