@@ -98,7 +98,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     largest |x| over D. A row under 1e-30 becomes 0."""
     x = x.float()
     most = x.abs().amax(-1)
-    factor = torch.where(most > 1e-30, 127.0 / most, 0.0)
+    factor = torch.where(most > 1e-30, torch.full_like(most, 127.0) / most, 0.0)
     return (x * factor.unsqueeze(-1)).round().to(torch.int8), most / 127.0
 
 
