@@ -3,7 +3,8 @@
 Owns: the per-slot rules made from SamplingParams and TokenRules, and the tokens a slot has seen.
 Does not know: batches, temperature, noise, other slots.
 Invariants: `apply` changes only the row it is given. History is indexed by absolute position, so writing a token twice,
-or one that no later step reads, does no harm. Token ids outside the vocabulary are ignored.
+or one that no later step reads, does no harm. Token ids outside the vocabulary are ignored. Nothing here waits for the
+device: what is done does not depend on values that lie there.
 
 Order: allowed ids, bias, bad words, stop tokens before min_tokens; then repetition, frequency, presence. Presence and
 frequency count the output, repetition counts prompt and output.
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from aengine.runner.upload import Upload, plain_upload
 from aengine.types import SlotSetup
 
 _MASKED = float("-inf")
@@ -24,7 +27,15 @@ _MASKED = float("-inf")
 class SlotRules:
     """Rules of the request in one slot. All tensors are on `device`."""
 
-    def __init__(self, setup: SlotSetup, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        setup: SlotSetup,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+        upload: Upload | None = None,
+    ) -> None:
+        self._upload = upload or plain_upload(device)
         self._sampling = setup.sampling
         self._prompt_tokens = setup.prompt_tokens
         self._vocab_size = vocab_size
@@ -42,24 +53,23 @@ class SlotRules:
 
     def _ids(self, tokens: Iterable[int]) -> Tensor:
         inside = sorted({token for token in tokens if 0 <= token < self._vocab_size})
-        return torch.tensor(inside, dtype=torch.int64, device=self._device)
+        return self._upload(np.array(inside, dtype=np.int64))
 
     def _word(self, word: tuple[int, ...]) -> tuple[Tensor, int]:
-        return torch.tensor(word[:-1], dtype=torch.int32, device=self._device), word[-1]
+        return self._upload(np.array(word[:-1], dtype=np.int32)), word[-1]
 
     def _make_bias(self, setup: SlotSetup) -> tuple[Tensor, Tensor]:
         bias = setup.sampling.logit_bias or {}
-        ids = self._ids(bias)
-        values = [float(bias[token]) for token in ids.tolist()]
-        return ids, torch.tensor(values, dtype=torch.float32, device=self._device)
+        inside = sorted(token for token in bias if 0 <= token < self._vocab_size)
+        values = np.array([bias[token] for token in inside], dtype=np.float32)
+        return self._ids(inside), self._upload(values)
 
     def _make_history(self, setup: SlotSetup, max_model_len: int) -> Tensor | None:
         """int32 [max_model_len + 1], by position; the one more is for a zombie row at the context's end."""
         if not setup.sampling.needs_history:
             return None
         history = torch.zeros(max_model_len + 1, dtype=torch.int32, device=self._device)
-        known = torch.from_numpy(setup.history_ids.copy()).to(self._device)
-        history[: len(known)] = known
+        history[: len(setup.history_ids)] = self._upload(setup.history_ids.copy())
         return history
 
     def apply(self, row: Tensor, position: int) -> None:
@@ -80,21 +90,28 @@ class SlotRules:
             return
         for before, last in self._bad_words:
             start = position - len(before)
-            if start >= 0 and torch.equal(self._history[start:position], before):
-                row[last] = _MASKED
+            if start >= 0:
+                said = (self._history[start:position] == before).all()
+                row[last] = torch.where(said, _MASKED, row[last])
 
     def _penalise(self, row: Tensor, seen: Tensor) -> None:
         params = self._sampling
         if params.repetition_penalty != 1.0:
-            ids = seen[seen < self._vocab_size]  # image placeholders lie above
-            logits = row[ids]
             factor = params.repetition_penalty
-            row[ids] = torch.where(logits > 0, logits / factor, logits * factor)  # a repeated id writes one value
+            penalised = torch.where(row > 0, row / factor, row * factor)
+            row.copy_(torch.where(self._count(seen) > 0, penalised, row))
         if params.frequency_penalty or params.presence_penalty:
-            ids, counts = torch.unique(seen[self._prompt_tokens :], return_counts=True)
-            row[ids] = row[ids] - params.frequency_penalty * counts - params.presence_penalty
+            counts = self._count(seen[self._prompt_tokens :])
+            penalised = row - params.frequency_penalty * counts - params.presence_penalty
+            row.copy_(torch.where(counts > 0, penalised, row))
 
-    def append(self, token: int, position: int) -> None:
+    def _count(self, ids: Tensor) -> Tensor:
+        """How often each token of the vocabulary [V] stands in `ids`; image placeholders lie above it."""
+        counts = torch.zeros(self._vocab_size + 1, dtype=torch.int32, device=self._device)
+        at = ids.long().clamp_(max=self._vocab_size)
+        return counts.scatter_add_(0, at, torch.ones_like(ids))[:-1]
+
+    def append(self, token: int | Tensor, position: int) -> None:
         """Note the token sampled for absolute `position`."""
         if self._history is not None and position < len(self._history):
             self._history[position] = token
