@@ -76,16 +76,16 @@ class SlotRules:
         """Change the raw logits fp32 [V] of the token that will stand at absolute `position`, in place."""
         if self._allowed is not None:
             kept = row[self._allowed]
-            row.fill_(_MASKED)[self._allowed] = kept
+            row.fill_(_MASKED).index_copy_(0, self._allowed, kept)
         row[self._biased] += self._bias
         self._mask_bad_words(row, position)
         if position - self._prompt_tokens < self._sampling.min_tokens:
-            row[self._stop_ids] = _MASKED
+            row.index_fill_(0, self._stop_ids, _MASKED)
         if self._history is not None:
             self._penalise(row, self._history[:position])
 
     def _mask_bad_words(self, row: Tensor, position: int) -> None:
-        row[self._bad_tokens] = _MASKED
+        row.index_fill_(0, self._bad_tokens, _MASKED)
         if self._history is None:
             return
         for before, last in self._bad_words:
@@ -114,4 +114,4 @@ class SlotRules:
     def append(self, token: int | Tensor, position: int) -> None:
         """Note the token sampled for absolute `position`."""
         if self._history is not None and position < len(self._history):
-            self._history[position] = token
+            self._history[position : position + 1].fill_(token)

@@ -72,9 +72,9 @@ class SlotState:
 
     def _update_slots(self, setups: Sequence[SlotSetup], deltas: Sequence[TableDelta]) -> None:
         for setup in setups:
-            self.relay[setup.slot] = POISON
+            self.relay[setup.slot].fill_(POISON)
             for table in self.tables:
-                table[setup.slot] = 0
+                table[setup.slot].zero_()
             self._sampler.setup(setup)
             if self.media is not None:
                 self.media.vacate(setup.slot)

@@ -4,7 +4,7 @@ Owns: the `DeviceApi` protocol, and `TorchCuda`, which is torch.cuda behind it. 
 torch.cuda to order work.
 Does not know: steps, models, what the work is.
 Invariants: nothing here waits for the device but `Event.wait`, which sleeps (no spinning) with the GIL released, and
-`capture`, which runs at start-up. Work of one stream runs in order; between streams only `Stream.wait` orders it.
+`settle` and `capture`, which run at start-up. Work of one stream runs in order; between streams only `Stream.wait` orders it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class DeviceApi(Protocol):
 
     def capture(self, stream: Stream, work: Callable[[], T]) -> tuple[Graph, T]:
         """Record `work` instead of running it; its tensors keep their addresses. All graphs share one memory pool."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what was made outside all streams (weights, pages, tables) is there. At start-up only."""
         ...
 
     def memory(self) -> tuple[int, int]:
@@ -123,6 +127,9 @@ class TorchCuda:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream.stream):
             made = work()
         return graph, made
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def memory(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -75,7 +75,7 @@ class DecodeGraphs:
         self.sizes = graph_rows(most)
         self.null_slot = len(state.relay) - 1
         self._inputs = torch.zeros((4, most), dtype=torch.int32, device=api.device)
-        self._inputs[2] = self.null_slot
+        self._inputs[2].fill_(self.null_slot)
         self._offsets = torch.arange(most + 1, dtype=torch.int32, device=api.device)
         self._graphs: dict[int, _Captured] = {}
 

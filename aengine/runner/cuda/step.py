@@ -83,6 +83,7 @@ class CudaExecutor:
         self.state = SlotState(max_num_seqs + 1, table_columns, device, self.sampler, media, zero, move, self._upload)
         self._most = max_num_seqs
         self._graphs: DecodeGraphs | None = None
+        stream.api.settle()
 
     def capture(self, progress: Progress | None = None) -> str:
         """Record decode steps as graphs where the model and its ops allow it -> a line for the report."""
@@ -91,10 +92,11 @@ class CudaExecutor:
         if state_specs(self._model) or self.state.media is not None:
             return "steps are launched one operation at a time: the model has recurrent state or sees images"
         # A zombie row stands one position behind the context.
-        graphs = DecodeGraphs(
-            self._stream.api, self._model, self._ops, self.state, self._kv,
-            most=self._most, context=self._context + 1, input_vocab=self._input_vocab,
-        )  # fmt: skip
+        with self._stream.api.on(self._stream.compute):
+            graphs = DecodeGraphs(
+                self._stream.api, self._model, self._ops, self.state, self._kv,
+                most=self._most, context=self._context + 1, input_vocab=self._input_vocab,
+            )  # fmt: skip
         graphs.capture(self._stream.compute, progress)
         self._graphs = graphs
         return f"decode steps are {len(graphs.sizes)} CUDA graphs of up to {graphs.sizes[-1]} rows; others run eagerly"
