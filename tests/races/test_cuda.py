@@ -38,7 +38,9 @@ def test_tokens_do_not_depend_on_the_order_on_the_device(depth, kinds):
 
 
 @pytest.mark.parametrize(
-    "fault", [{"staging": OneSetNoGuard}, {"device": HastyCopies}, {"executor": EarlyRelay}], ids=lambda f: next(iter(f))
+    "fault",
+    [{"staging": OneSetNoGuard}, {"device": HastyCopies}, {"executor": EarlyRelay}],
+    ids=lambda f: next(iter(f)),
 )
 def test_planted_faults_are_caught(fault):
     """An exception counts too: ids read from the wrong memory may be out of bounds."""

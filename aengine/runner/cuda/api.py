@@ -4,7 +4,8 @@ Owns: the `DeviceApi` protocol, and `TorchCuda`, which is torch.cuda behind it. 
 torch.cuda to order work.
 Does not know: steps, models, what the work is.
 Invariants: nothing here waits for the device but `Event.wait`, which sleeps (no spinning) with the GIL released, and
-`settle` and `capture`, which run at start-up. Work of one stream runs in order; between streams only `Stream.wait` orders it.
+`settle` and `capture`, which run at start-up. Work of one stream runs in order; between streams only `Stream.wait`
+orders it.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class DecodeGraphs:
         """Record all sizes, largest first: the smaller ones then fit into the memory of the pool."""
         for done, rows in enumerate(reversed(self.sizes), 1):
             with self._api.on(stream), torch.inference_mode():
-                self._plan(rows, (self._context - 1,) * rows)
                 self._forward(rows)  # compiles kernels and fills caches, which a recording must not
+                self._plan(rows, (self._context - 1,) * rows)
             stream.record().wait()
             with torch.inference_mode():
                 graph, (logits, missing) = self._api.capture(stream, lambda rows=rows: self._forward(rows))  # type: ignore[misc]

@@ -87,7 +87,7 @@ class CudaExecutor:
 
     def capture(self, progress: Progress | None = None) -> str:
         """Record decode steps as graphs where the model and its ops allow it -> a line for the report."""
-        if not getattr(self._ops, "capturable", False):
+        if not getattr(self._ops, "capturable", self._ops.name == "triton"):
             return f"steps are launched one operation at a time: {self._ops.name} kernels cannot be captured"
         if state_specs(self._model) or self.state.media is not None:
             return "steps are launched one operation at a time: the model has recurrent state or sees images"

@@ -37,7 +37,8 @@ class SteadyOps(ReferenceOps):
         keep = seen[:, :, None, None]
         group = spec.heads // spec.kv_heads
         key, value = (
-            torch.where(keep, part[used].flatten(1, 2).float(), 0.0).repeat_interleave(group, 2) for part in (kv.k, kv.v)
+            torch.where(keep, part[used].flatten(1, 2).float(), 0.0).repeat_interleave(group, 2)
+            for part in (kv.k, kv.v)
         )
         scores = (q.float().unsqueeze(1) * key).sum(-1) * spec.scale
         weights = scores.masked_fill(~seen.unsqueeze(2), float("-inf")).softmax(1)
@@ -47,11 +48,10 @@ class SteadyOps(ReferenceOps):
 class FakeRunner:
     """An executor on the fake device; `run` waits for each step, `launch` does not."""
 
-    def __init__(self, model, kv, columns, slots, max_len, *, seed=0, ops=None, graphs=False, eager=0.3, kind=None, **more):
+    def __init__(self, model, kv, columns, slots, max_len, *, seed=0, graphs=False, eager=0.3, **more):
         self.device = FakeCuda(seed, eager)
         self.stream = CudaStream(self.device)
-        make = kind or CudaExecutor
-        self.executor = make(self.stream, model, ops or SteadyOps(), kv, columns, slots, max_len, **more)
+        self.executor = CudaExecutor(self.stream, model, SteadyOps(), kv, columns, slots, max_len, **more)
         self.line = self.executor.capture() if graphs else ""
 
     def launch(self, plan):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from aengine.runner.cuda.graphs import graph_rows
+from aengine.runner.cuda.sampler import device_thresholds
+from aengine.runner.support import Cuts, thresholds
+from aengine.types import PageMove, TableDelta
 from tests.runner.conftest import MAX_LEN, PAGES, SLOTS, VOCAB, Bench, Row, make_prompt
 from tests.runner.cuda.steady import FakeRunner
 
@@ -33,7 +37,7 @@ KINDS = [
 
 
 def serve(bench, kinds, steps=10):
-    """Prefill of all, a step with a prompt beside decode rows, then decode by the relay -> (tokens, logprobs) by slot."""
+    """Prefill of all, a step with a prompt beside decode rows, then decode -> (tokens, logprobs) by slot."""
     prompts = [make_prompt(5 + 3 * slot, slot) for slot in range(len(kinds))]
     got = {slot: [] for slot in range(len(kinds))}
     told = {slot: [] for slot in range(len(kinds))}
@@ -154,7 +158,7 @@ def test_an_error_while_enqueuing_fails_its_step_only():
     bench.run(Row(0, 0, [1, 2, 3], 1))
     forward = bench.model.forward
     bench.model.forward = lambda ops, batch: 1 / 0
-    for step in range(6):  # more than there are sets
+    for _ in range(6):  # more than there are sets
         with pytest.raises(ZeroDivisionError):
             bench.run(Row(0, 3, None, 1))
     bench.model.forward = forward
@@ -162,29 +166,18 @@ def test_an_error_while_enqueuing_fails_its_step_only():
 
 
 def test_pages_move_on_the_compute_stream():
-    import msgspec
-
-    from aengine.types import PageMove, TableDelta
-
+    """Behind the step that wrote them, which has not run when the move is launched."""
     bench = CudaBench(eager=0.0)
     bench.admit(0, [1, 2, 3])
-    first = bench.runner.launch(bench.scheduler.plan(Row(0, 0, [1, 2, 3], 1)))
-    moves, tables = [], []
-    for group in range(2):
-        target = bench.scheduler.free[group].pop()
-        source = 0
-        moves.append((group, target))
+    first = bench.scheduler.plan(Row(0, 0, [1, 2, 3], 1))
+    done = bench.runner.launch(first)
+    targets = [bench.scheduler.free[group].pop() for group in range(2)]
+    moves = tuple(PageMove(delta.group, int(delta.pages[0]), targets[delta.group]) for delta in first.tables)
+    tables = tuple(TableDelta.run(0, group, 0, (target,)) for group, target in enumerate(targets))
     plan = bench.scheduler.plan(Row(0, 3, None, 1))
-    held = {}
-    for group, target in moves:
-        table = bench.runner.executor.state.tables[group]
-        held[group] = table
-    first()
-    source = [int(held[group][0, 0]) for group in range(2)]
-    page_moves = tuple(PageMove(group, source[group], target) for group, target in moves)
-    tables = tuple(TableDelta.run(0, group, 0, (target,)) for group, target in moves)
-    plan = msgspec.structs.replace(plan, moves=page_moves, tables=(*plan.tables, *tables))
-    assert int(bench.runner.run(plan).tokens[0, 0]) == bench.model.dense_greedy([1, 2, 3], 2)[1]
+    second = bench.runner.launch(msgspec.structs.replace(plan, moves=moves, tables=(*tables, *plan.tables)))
+    tokens = [int(result().tokens[0, 0]) for result in (done, second)]
+    assert tokens == bench.model.dense_greedy([1, 2, 3], 2)
 
 
 def test_sizes_of_graphs():
@@ -195,9 +188,6 @@ def test_sizes_of_graphs():
 
 
 def test_thresholds_of_one_sort_are_those_of_the_host():
-    from aengine.runner.cuda.sampler import device_thresholds
-    from aengine.runner.support import Cuts, thresholds
-
     g = torch.Generator().manual_seed(3)
     z = torch.randn(24, 300, generator=g) * 3
     z[3] = z[3].round()  # many ties
@@ -205,6 +195,8 @@ def test_thresholds_of_one_sort_are_those_of_the_host():
     z -= z.amax(-1, keepdim=True)
     rng = np.random.default_rng(0)
     cuts = Cuts(
-        rng.choice([0, 1, 5, 40, 299, 300, 1000], 24), rng.choice([1.0, 0.9, 0.5, 0.05], 24), rng.choice([0.0, 0.1, 1.0], 24)
+        rng.choice([0, 1, 5, 40, 299, 300, 1000], 24),
+        rng.choice([1.0, 0.9, 0.5, 0.05], 24),
+        rng.choice([0.0, 0.1, 1.0], 24),
     )
     assert torch.equal(device_thresholds(z, cuts, torch.from_numpy), thresholds(z, cuts))
