@@ -62,7 +62,7 @@ async def test_an_engine_on_the_fake_device_says_what_the_reference_says(tiny, d
 
 async def test_a_device_that_is_too_small_is_refused_with_the_numbers(tiny, devices):
     made = config(model=str(tiny.folder), device="cuda", gpu_memory_percent=1.0)
-    with pytest.raises(ConfigError, match="gpu_memory_percent 1.0 of 2,147,483,648 bytes leaves .* steps alone need"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_percent 1\.0 of 2,147,483,648 bytes leaves .* steps alone need"):
         async with AsyncEngine(made):
             pass
 
