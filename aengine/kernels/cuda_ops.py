@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -22,31 +21,36 @@ from aengine.kernels.reference import ReferenceOps
 Backend = Literal["auto", "flashinfer", "triton", "reference"]
 
 
-def cuda_ops(backend: Backend, device: torch.device, found: Callable[[str], bool] | None = None) -> tuple[Ops, str]:
-    """(kernels, a line for the report). `found(package)`: whether it can be imported."""
-    has = found or _has
-    triton, flashinfer = has("triton"), has("flashinfer")
-    for name, there in (("triton", triton), ("flashinfer", flashinfer)):
-        if backend == name and not there:
-            text = f"attention_backend is {name}, but the package {name} is not installed (pip install aengine[cuda])"
+def cuda_ops(backend: Backend, device: torch.device, why_not: Callable[[str], str] | None = None) -> tuple[Ops, str]:
+    """(kernels, a line for the report). `why_not(package)`: why it cannot be imported; "" when it can."""
+    asked = why_not or importable
+    triton = asked("triton") if backend != "reference" else "not asked for"
+    flashinfer = asked("flashinfer") if backend in ("auto", "flashinfer") else "not asked for"
+    for name, reason in (("triton", triton), ("flashinfer", flashinfer)):
+        if backend == name and reason:
+            text = f"attention_backend is {name}, but it cannot be used: {reason} (pip install aengine[cuda])"
             raise ConfigError(text, param="attention_backend")
-    if backend == "reference" or (backend == "auto" and not triton and not flashinfer):
-        why = (
-            "as asked"
-            if backend == "reference"
-            else "neither Triton nor FlashInfer is installed: at a fraction of the speed"
-        )
-        return ReferenceOps(), f"kernels: plain torch, {why}"
-    base = _triton_ops(device) if triton else ReferenceOps()
-    if backend == "triton" or not flashinfer:
-        return base, "kernels: Triton" + ("" if backend == "triton" else " (FlashInfer is not installed)")
-    return FlashInferOps(base, device), f"kernels: FlashInfer attention, the others {base.name}"
+    if triton and flashinfer:
+        if backend == "reference":
+            return ReferenceOps(), "kernels: plain torch, as asked"
+        reasons = f"no Triton ({triton}), no FlashInfer ({flashinfer})"
+        return ReferenceOps(), f"kernels: plain torch, at a fraction of the speed: {reasons}"
+    base = ReferenceOps() if triton else _triton_ops(device)
+    others = f"plain torch ({triton})" if triton else "Triton"
+    if flashinfer:
+        return base, "kernels: Triton" + ("" if backend == "triton" else f"; no FlashInfer ({flashinfer})")
+    return FlashInferOps(base, device), f"kernels: FlashInfer's attention, the others {others}"
 
 
-def _has(package: str) -> bool:
-    if package == "triton" and find_spec("aengine.kernels.triton") is None:
-        return False
-    return find_spec(package) is not None
+def importable(package: str) -> str:
+    """ "" or why not. Packages of kernels load libraries, so that more than ImportError may come of it."""
+    try:
+        import_module(package)
+        if package == "triton":
+            import_module("aengine.kernels.triton")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _triton_ops(device: torch.device) -> Ops:

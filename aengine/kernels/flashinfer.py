@@ -4,7 +4,7 @@ Owns: block tables as FlashInfer wants them, wrappers and their plans, the works
 Does not know: models, steps' lives, which package version is installed beyond the calls it makes.
 Invariants: lengths come from the host's columns, so that planning reads nothing back. A plan's pinned workspace is not
 written again before its copy to the device has run. Layers that differ in nothing a plan knows share one. What
-FlashInfer cannot do (chunks, sinks, int8 pages) goes to the other backend, layer by layer.
+FlashInfer cannot do (chunks, sinks, int8 pages, other sizes of heads) goes to the other backend, layer by layer.
 
 Sampling stays with the engine: FlashInfer draws by a generator of its own, and a request's tokens must be a function of
 its seed and its positions.
@@ -31,6 +31,7 @@ WORKSPACE_BYTES = 128 * 2**20
 INT_WORKSPACE_BYTES = 8 * 2**20
 # Plans whose copy may not have run yet: those of depth + 2 steps, for each kind of layer.
 PLANS_IN_FLIGHT = 4
+HEAD_DIMS = (64, 128, 256)  # that its kernels are made for
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which its decode kernel on tensor cores is the faster one
 
 
@@ -59,9 +60,10 @@ class _Rows:
     first_page: NDArray[np.int32]
 
 
-def rows_of(starts: tuple[int, ...], counts: tuple[int, ...], page: int, window: int) -> _Rows:
-    """What rows read of their block tables when `counts` tokens from `starts` on are computed."""
-    start, end = np.array(starts, np.int64), np.array(starts, np.int64) + np.array(counts, np.int64)
+def rows_of(starts: tuple[int, ...], counts: tuple[int, ...], page: int, window: int, columns: int) -> _Rows:
+    """What rows read of their block tables of `columns` pages when `counts` tokens from `starts` on are computed."""
+    start = np.array(starts, np.int64)
+    end = np.minimum(start + np.array(counts, np.int64), columns * page)
     first = np.maximum(start - window + 1, 0) // page if window else np.zeros_like(start)
     indptr = np.zeros(len(start) + 1, np.int32)
     np.cumsum(-(-end // page) - first, out=indptr[1:])
@@ -136,7 +138,8 @@ class FlashInferOps:
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
     ) -> Tensor:
         kv = batch.kv[spec.layer]
-        if sinks is not None or spec.chunk or kv.k_scale is not None or q.dtype is torch.float32:
+        odd = spec.chunk or spec.head_dim not in HEAD_DIMS or kv.k_scale is not None or q.dtype is torch.float32
+        if sinks is not None or odd:
             return self._base.attention(q, k, v, spec, batch, sinks)
         if batch is not self._batch:
             self._batch, self._planned, self._places = batch, {}, {}
@@ -164,7 +167,9 @@ class FlashInferOps:
             tokens = torch.arange(len(batch.positions), device=self._device)
             rows = torch.searchsorted(batch.row_offsets[1:], tokens, right=True)
             positions = batch.positions.long()
-            found = batch.tables[group][rows, positions // page].long(), positions % page
+            table = batch.tables[group]
+            columns = (positions // page).clamp_(max=table.shape[1] - 1)
+            found = table[rows, columns].long(), positions % page
             self._places[group, page] = found
         return found
 
@@ -191,8 +196,7 @@ class FlashInferOps:
         return wrapper
 
     def _plan_decode(self, wrapper: Any, kind: _Kind, batch: StepBatch) -> None:
-        rows = rows_of(batch.host_starts, batch.host_counts, kind.page, kind.window)
-        indices = self._indices(rows, batch.tables[kind.group])
+        rows, indices = self._pages(kind, batch)
         self._ring.plan(
             wrapper,
             lambda: wrapper.plan(
@@ -214,10 +218,9 @@ class FlashInferOps:
         )
 
     def _plan_prefill(self, wrapper: Any, kind: _Kind, batch: StepBatch) -> None:
-        rows = rows_of(batch.host_starts, batch.host_counts, kind.page, kind.window)
+        rows, indices = self._pages(kind, batch)
         offsets = np.zeros(len(batch.host_counts) + 1, np.int32)
         np.cumsum(batch.host_counts, out=offsets[1:])
-        indices = self._indices(rows, batch.tables[kind.group])
         self._ring.plan(
             wrapper,
             lambda: wrapper.plan(
@@ -240,8 +243,10 @@ class FlashInferOps:
             ),
         )
 
-    def _indices(self, rows: _Rows, table: Tensor) -> Tensor:
-        """Pages of all rows, one after another, int32 on the device."""
+    def _pages(self, kind: _Kind, batch: StepBatch) -> tuple[_Rows, Tensor]:
+        """-> (rows, their pages one after another, int32 on the device)."""
+        table = batch.tables[kind.group]
+        rows = rows_of(batch.host_starts, batch.host_counts, kind.page, kind.window, table.shape[1])
         total, count = int(rows.indptr[-1]), len(rows.first_page)
         columns = np.zeros((3, count), np.int32)
         columns[0], columns[1], columns[2] = np.diff(rows.indptr), rows.first_page, rows.indptr[:-1]
@@ -249,7 +254,7 @@ class FlashInferOps:
         numbers = torch.arange(count, device=self._device)
         row = torch.repeat_interleave(numbers, sizes, output_size=total)
         column = torch.arange(total, device=self._device) + (first - offsets)[row]
-        return table[row, column]
+        return rows, table[row, column]
 
     def _host(self, values: NDArray[np.int32]) -> Tensor:
         made = torch.from_numpy(values)

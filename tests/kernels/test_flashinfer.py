@@ -18,7 +18,8 @@ import torch
 
 from aengine.config import DeviceConfig
 from aengine.errors import ConfigError
-from aengine.kernels.cuda_ops import cuda_ops
+from aengine.kernels import cuda_ops as choice
+from aengine.kernels.cuda_ops import cuda_ops, importable
 from aengine.kernels.flashinfer import FlashInferOps, rows_of
 from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
 from aengine.kernels.reference import ReferenceOps
@@ -142,7 +143,7 @@ SHAPES = [((0, 5, 17), (1, 1, 1)), ((0, 3, 12, 30), (7, 1, 9, 2)), ((15, 16, 47)
 @pytest.mark.parametrize(("starts", "counts"), SHAPES)
 @pytest.mark.parametrize(("window", "softcap", "heads"), [(0, 0.0, 8), (6, 0.0, 2), (0, 5.0, 2)])
 def test_what_plans_say_gives_the_references_attention(starts, counts, window, softcap, heads):
-    spec = AttentionSpec(0, 0, heads, 2, 8, 8**-0.5, window=window, softcap=softcap)
+    spec = AttentionSpec(0, 0, heads, 2, 64, 0.125, window=window, softcap=softcap)
     (mine, theirs), (q, k, v) = world(starts, counts, spec)
     got, want = made().attention(q, k, v, spec, mine), ReferenceOps().attention(q, k, v, spec, theirs)
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
@@ -150,7 +151,7 @@ def test_what_plans_say_gives_the_references_attention(starts, counts, window, s
 
 
 def test_captured_plans_use_fixed_buffers_and_the_true_lengths():
-    spec = AttentionSpec(0, 0, 4, 2, 8, 8**-0.5)
+    spec = AttentionSpec(0, 0, 4, 2, 64, 0.125)
     recording = [False]
     ops = made(lambda: recording[0])
     (mine, theirs), (q, k, v) = world((3, 9, 21), (1, 1, 1), spec)
@@ -166,7 +167,7 @@ def test_captured_plans_use_fixed_buffers_and_the_true_lengths():
 
 
 def test_what_it_cannot_do_goes_to_the_other_backend():
-    spec = AttentionSpec(0, 0, 4, 2, 8, 8**-0.5, chunk=8)
+    spec = AttentionSpec(0, 0, 4, 2, 64, 0.125, chunk=8)
     (mine, theirs), (q, k, v) = world((3, 9), (1, 2), spec)
     before = len(Wrapper.calls)
     got = made().attention(q, k, v, spec, mine)
@@ -175,10 +176,11 @@ def test_what_it_cannot_do_goes_to_the_other_backend():
 
 
 def test_rows_of_windows():
-    rows = rows_of((0, 15, 36), (1, 1, 1), 16, 8)
+    rows = rows_of((0, 15, 36), (1, 1, 1), 16, 8, 3)
     assert rows.indptr.tolist() == [0, 1, 2, 4]
     assert rows.last_page_len.tolist() == [1, 16, 5]
     assert rows.first_page.tolist() == [0, 0, 1]
+    assert rows_of((48,), (1,), 16, 0, 3).indptr.tolist() == [0, 3]  # never beyond the table
 
 
 # ---- the contract
@@ -217,7 +219,7 @@ def package() -> Path:
 
 def test_every_call_fits_the_packages_signatures(package):
     Wrapper.calls.clear()
-    spec = AttentionSpec(0, 0, 4, 2, 8, 8**-0.5)
+    spec = AttentionSpec(0, 0, 4, 2, 64, 0.125)
     recording = [False]
     ops = made(lambda: recording[0])
     for starts, counts in SHAPES:
@@ -244,17 +246,29 @@ def test_every_call_fits_the_packages_signatures(package):
 # ---- the choice
 
 
-def test_auto_takes_the_best_there_is_and_says_so():
-    ops, line = cuda_ops("auto", CPU, found=lambda package: False)
+def test_auto_takes_the_best_there_is_and_says_so(monkeypatch):
+    absent = {"triton": "no module t", "flashinfer": "no module f"}
+    ops, line = cuda_ops("auto", CPU, absent.__getitem__)
     assert isinstance(ops, ReferenceOps)
-    assert "neither Triton nor FlashInfer is installed" in line
-    assert cuda_ops("reference", CPU, found=lambda package: True)[1] == "kernels: plain torch, as asked"
+    assert "no Triton (no module t), no FlashInfer (no module f)" in line
+    assert cuda_ops("reference", CPU, lambda package: "")[1] == "kernels: plain torch, as asked"
+    monkeypatch.setattr(choice, "_triton_ops", lambda device: "triton ops")
+    ops, line = cuda_ops("auto", CPU, {"triton": "", "flashinfer": "no module f"}.__getitem__)
+    assert (ops, line) == ("triton ops", "kernels: Triton; no FlashInfer (no module f)")
+    assert cuda_ops("triton", CPU, lambda package: "") == ("triton ops", "kernels: Triton")
+    monkeypatch.setattr(choice, "FlashInferOps", lambda base, device: base)
+    told = cuda_ops("auto", CPU, lambda package: "")
+    assert told == ("triton ops", "kernels: FlashInfer's attention, the others Triton")
+    ops, line = cuda_ops("flashinfer", CPU, {"triton": "no module t", "flashinfer": ""}.__getitem__)
+    assert line == "kernels: FlashInfer's attention, the others plain torch (no module t)"
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
-def test_a_backend_that_is_not_installed_is_refused(backend):
-    with pytest.raises(ConfigError, match=f"attention_backend is {backend}, but the package {backend} is"):
-        cuda_ops(backend, CPU, found=lambda package: False)
+def test_a_backend_that_cannot_be_used_is_refused(backend):
+    with pytest.raises(
+        ConfigError, match=f"attention_backend is {backend}, but it cannot be used: ModuleNotFoundError"
+    ):
+        cuda_ops(backend, CPU, lambda package: importable("no_such_" + package))
 
 
 def test_an_unknown_backend_is_refused():

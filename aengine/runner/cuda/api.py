@@ -133,5 +133,6 @@ class TorchCuda:
         torch.cuda.synchronize(self.device)
 
     def memory(self) -> tuple[int, int]:
+        torch.cuda.empty_cache()  # what loading left with the allocator is free
         free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)

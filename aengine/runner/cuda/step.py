@@ -91,11 +91,10 @@ class CudaExecutor:
             return f"steps are launched one operation at a time: {self._ops.name} kernels cannot be captured"
         if state_specs(self._model) or self.state.media is not None:
             return "steps are launched one operation at a time: the model has recurrent state or sees images"
-        # A zombie row stands one position behind the context.
         with self._stream.api.on(self._stream.compute):
             graphs = DecodeGraphs(
                 self._stream.api, self._model, self._ops, self.state, self._kv,
-                most=self._most, context=self._context + 1, input_vocab=self._input_vocab,
+                most=self._most, context=self._context, input_vocab=self._input_vocab,
             )  # fmt: skip
         graphs.capture(self._stream.compute, progress)
         self._graphs = graphs
