@@ -8,7 +8,9 @@ token depends on its own logits, its slot's setup and its absolute position only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +24,8 @@ from aengine.runner.support import Cuts, min_p_floors
 from aengine.runner.upload import Upload
 from aengine.types import Int32s, Int64s, SlotSetup
 
-SOUND, NAN, INFINITE, MASKED, RULED_OUT, NO_TOKEN = range(6)
+# Codes as kernels that choose tokens tell them; 1 is the engine's own.
+SOUND, NO_TOKEN, NAN, INFINITE, MASKED, RULED_OUT = 0, 1, 4, 5, 6, 9
 MESSAGES = {
     NAN: "the model's logits hold NaN",
     INFINITE: "the model's logits hold infinity",
@@ -42,28 +45,51 @@ class Drawn:
     logprobs: tuple[tuple[Int64s, tuple[Tensor, Tensor, Tensor]], ...]
 
 
-class DeviceSampler:
-    """Sampling state of `slots` slots. Called with the compute stream current, in step order."""
+class Chooser(Protocol):
+    """Chooses tokens by logits that rules have shaped. Temperature 0: the best one."""
 
-    def __init__(self, slots: int, vocab_size: int, max_model_len: int, device: torch.device, upload: Upload) -> None:
+    def setup(self, setup: SlotSetup) -> None:
+        """A request moves into a slot; the slot table knows it already."""
+        ...
+
+    def choose(self, logits: Tensor, slots: Int32s, positions: Int64s) -> tuple[Tensor, Tensor]:
+        """-> (tokens int64 [N], faults int32 [N]: SOUND, NAN, INFINITE or MASKED). May use the logits up."""
+        ...
+
+
+class DeviceSampler:
+    """Sampling state of `slots` slots. Called with the compute stream current, in step order.
+
+    `chooser(table)` makes what chooses tokens; None: plain torch.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+        upload: Upload,
+        chooser: Callable[[SlotTable], Chooser] | None = None,
+    ) -> None:
         self.slots = SlotTable(slots, vocab_size, max_model_len, device, upload)
-        self._noise = TokenNoise(vocab_size, device)
         self._upload = upload
+        self._chooser = chooser(self.slots) if chooser else TorchChooser(self.slots, vocab_size, device, upload)
 
     def setup(self, setup: SlotSetup) -> None:
         """A request moves into a slot."""
         self.slots.setup(setup)
+        self._chooser.setup(setup)
 
     def draw(self, logits: Tensor, slots: Int32s, positions: Int64s) -> Drawn:
         """logits fp32 [N, V] (used up), slots [N], positions [N] of the sampled tokens."""
         wanted = np.flatnonzero(self.slots.logprobs[slots] != OFF)
-        raw = self._take(logits, wanted) if wanted.size else None
-        values, tokens = _best(logits)
-        faults = _faults(values, MASKED)
+        raw = take_rows(logits, wanted, self._upload) if wanted.size else None
         ruled = np.flatnonzero(self.slots.ruled(slots, positions))
-        if ruled.size:
-            values, tokens, faults = self._apply_rules(logits, slots, positions, ruled, (values, tokens, faults))
-        tokens = self._choose_random(logits, slots, positions, values, tokens)
+        before = self._apply_rules(logits, slots, positions, ruled) if ruled.size else None
+        tokens, faults = self._chooser.choose(logits, slots, positions)
+        if before is not None:
+            faults = self._with_rules(faults, ruled, before)
         tokens = torch.where(faults > SOUND, 0, tokens)
         for row, slot in enumerate(slots.tolist()):
             rules = self.slots.rules[slot]
@@ -72,65 +98,26 @@ class DeviceSampler:
         logprobs = () if raw is None else self._logprobs(raw, wanted, slots, tokens)
         return Drawn(tokens, faults, logprobs)
 
+    def _apply_rules(self, logits: Tensor, slots: Int32s, positions: Int64s, ruled: NDArray[np.int64]) -> Tensor:
+        """Shape the logits of ruled rows in place -> their faults before that, which masks may hide."""
+        before = _faults(logits.index_select(0, self._upload(ruled)).amax(-1))
+        for row in ruled.tolist():
+            rules = self.slots.rules[slots[row]]
+            assert rules is not None, f"slot {slots[row]} is ruled but has no rules"
+            rules.apply(logits[row], int(positions[row]))
+        return before
+
+    def _with_rules(self, faults: Tensor, ruled: NDArray[np.int64], before: Tensor) -> Tensor:
+        at = self._upload(ruled)
+        after = faults.index_select(0, at)
+        told = torch.where(before > SOUND, before, torch.where(after == MASKED, RULED_OUT, after))
+        return faults.index_copy(0, at, told)
+
     def score(self, logits: Tensor, targets: Int32s, slot: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of prompt tokens [N] by logits fp32 [N, V], as the request in `slot` wants them."""
         wanted = self._upload(targets.astype(np.int64))
         k = min(max(0, int(self.slots.prompt_logprobs[slot])), logits.shape[1])
         return logprob_tensors(logits, wanted, k)
-
-    def _take(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
-        return x.clone() if len(rows) == len(x) else x.index_select(0, self._upload(rows))
-
-    def _apply_rules(
-        self,
-        logits: Tensor,
-        slots: Int32s,
-        positions: Int64s,
-        ruled: NDArray[np.int64],
-        plain: tuple[Tensor, Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """-> (values, tokens, faults) with those of the ruled rows found anew, after their rules."""
-        for row in ruled.tolist():
-            rules = self.slots.rules[slots[row]]
-            assert rules is not None, f"slot {slots[row]} is ruled but has no rules"
-            rules.apply(logits[row], int(positions[row]))
-        at = self._upload(ruled)
-        values, tokens = _best(logits.index_select(0, at))
-        faults = torch.maximum(plain[2].index_select(0, at), _faults(values, RULED_OUT))
-        new = values, tokens, faults
-        values, tokens, faults = (old.index_copy(0, at, one) for old, one in zip(plain, new, strict=True))
-        return values, tokens, faults
-
-    def _choose_random(
-        self, logits: Tensor, slots: Int32s, positions: Int64s, values: Tensor, tokens: Tensor
-    ) -> Tensor:
-        rows = np.flatnonzero(self.slots.temperature[slots] > 0.0)
-        if not rows.size:
-            return tokens
-        drawn = slots[rows]
-        keys = self.slots.keys(drawn, positions[rows])
-        scale = np.maximum(self.slots.temperature[drawn].astype(np.float32), np.float32(LEAST_TEMPERATURE))
-        words = np.stack((scale.view(np.int32), keys.k0.view(np.int32), keys.k1.view(np.int32)))
-        columns = self._upload(words)
-        everywhere = len(rows) == len(slots)
-        at = None if everywhere else self._upload(rows)
-        z = logits if at is None else logits.index_select(0, at)
-        best = values if at is None else values.index_select(0, at)
-        z = (z - best.unsqueeze(1)).div_(columns[0].view(torch.float32).unsqueeze(1))
-        filtered = np.flatnonzero(self.slots.filtered[drawn])
-        if filtered.size:
-            self._filter(z, filtered, self.slots.cuts(drawn[filtered]))
-        chosen = z.add_(self._noise.gumbel_rows(columns[1], columns[2])).argmax(-1)
-        return chosen if at is None else tokens.index_copy(0, at, chosen)
-
-    def _filter(self, z: Tensor, rows: NDArray[np.int64], cuts: Cuts) -> None:
-        """Mask what top-k, top-p and min-p leave out, in place."""
-        part = self._take(z, rows)
-        part.masked_fill_(part < device_thresholds(part, cuts, self._upload).unsqueeze(1), float("-inf"))
-        if len(rows) == len(z):
-            z.copy_(part)
-        else:
-            z.index_copy_(0, self._upload(rows), part)
 
     def _logprobs(
         self, raw: Tensor, wanted: NDArray[np.int64], slots: Int32s, tokens: Tensor
@@ -139,9 +126,55 @@ class DeviceSampler:
         made = []
         for k in np.unique(counts).tolist():
             group = np.flatnonzero(counts == k)
-            chosen = self._take(tokens, wanted[group])
-            made.append((wanted[group], logprob_tensors(self._take(raw, group), chosen, k)))
+            chosen = take_rows(tokens, wanted[group], self._upload)
+            made.append((wanted[group], logprob_tensors(take_rows(raw, group, self._upload), chosen, k)))
         return tuple(made)
+
+
+class TorchChooser:
+    """`Chooser` in plain torch: a pass over the vocabulary for every operation."""
+
+    def __init__(self, slots: SlotTable, vocab_size: int, device: torch.device, upload: Upload) -> None:
+        self._slots, self._upload = slots, upload
+        self._noise = TokenNoise(vocab_size, device)
+
+    def setup(self, setup: SlotSetup) -> None:
+        """Nothing beside the slot table."""
+
+    def choose(self, logits: Tensor, slots: Int32s, positions: Int64s) -> tuple[Tensor, Tensor]:
+        tokens = logits.argmax(-1)
+        values = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        faults = _faults(values)
+        rows = np.flatnonzero(self._slots.temperature[slots] > 0.0)
+        if not rows.size:
+            return tokens, faults
+        drawn = slots[rows]
+        keys = self._slots.keys(drawn, positions[rows])
+        scale = np.maximum(self._slots.temperature[drawn].astype(np.float32), np.float32(LEAST_TEMPERATURE))
+        columns = self._upload(np.stack((scale.view(np.int32), keys.k0.view(np.int32), keys.k1.view(np.int32))))
+        at = None if len(rows) == len(slots) else self._upload(rows)
+        z = logits if at is None else logits.index_select(0, at)
+        best = values if at is None else values.index_select(0, at)
+        z = (z - best.unsqueeze(1)).div_(columns[0].view(torch.float32).unsqueeze(1))
+        filtered = np.flatnonzero(self._slots.filtered[drawn])
+        if filtered.size:
+            self._filter(z, filtered, self._slots.cuts(drawn[filtered]))
+        chosen = z.add_(self._noise.gumbel_rows(columns[1], columns[2])).argmax(-1)
+        return (chosen if at is None else tokens.index_copy(0, at, chosen)), faults
+
+    def _filter(self, z: Tensor, rows: NDArray[np.int64], cuts: Cuts) -> None:
+        """Mask what top-k, top-p and min-p leave out, in place."""
+        part = take_rows(z, rows, self._upload)
+        part.masked_fill_(part < device_thresholds(part, cuts, self._upload).unsqueeze(1), float("-inf"))
+        if len(rows) == len(z):
+            z.copy_(part)
+        else:
+            z.index_copy_(0, self._upload(rows), part)
+
+
+def take_rows(x: Tensor, rows: NDArray[np.int64], upload: Upload) -> Tensor:
+    """A copy of the rows."""
+    return x.clone() if len(rows) == len(x) else x.index_select(0, upload(rows))
 
 
 def device_thresholds(z: Tensor, cuts: Cuts, upload: Upload) -> Tensor:
@@ -161,12 +194,7 @@ def device_thresholds(z: Tensor, cuts: Cuts, upload: Upload) -> Tensor:
     return torch.where(columns[1] < 1.0, torch.maximum(floor, last), floor)
 
 
-def _best(x: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = x.argmax(-1)
-    return x.gather(1, tokens.unsqueeze(1)).squeeze(1), tokens
-
-
-def _faults(values: Tensor, masked: int) -> Tensor:
+def _faults(values: Tensor) -> Tensor:
     """int32 [N] from each row's greatest logit."""
-    codes = torch.where(values.isnan(), NAN, torch.where(values > 0, INFINITE, masked))
+    codes = torch.where(values.isnan(), NAN, torch.where(values > 0, INFINITE, MASKED))
     return torch.where(values.isfinite(), SOUND, codes).int()

@@ -118,7 +118,8 @@ class FakeCuda:
             self.current = before
 
     def pinned(self, n_bytes: int) -> Tensor:
-        memory = torch.full((n_bytes,), 0xA5, dtype=torch.uint8)
+        with _disable_current_modes():
+            memory = torch.full((n_bytes,), 0xA5, dtype=torch.uint8)
         self._pinned[_storage(memory)] = memory
         self._known.discard(_storage(memory))
         return memory

@@ -10,7 +10,7 @@ import torch
 from aengine.runner.cuda.graphs import graph_rows
 from aengine.runner.cuda.sampler import device_thresholds
 from aengine.runner.support import Cuts, thresholds
-from aengine.types import PageMove, TableDelta
+from aengine.types import PageMove, TableDelta, TokenRules
 from tests.runner.conftest import MAX_LEN, PAGES, SLOTS, VOCAB, Bench, Row, make_prompt
 from tests.runner.cuda.steady import FakeRunner
 
@@ -120,6 +120,19 @@ def test_a_faulty_row_fails_alone(graphs):
     result = bench.run(Row(0, 7, None, 1))
     assert result.failed == {0: "the model's logits hold NaN"}
     assert list(bench.run(Row(0, 8, None, 1)).failed) == [0]
+
+
+def test_faults_of_ruled_rows_say_when_they_came():
+    bench = CudaBench()
+    bench.admit(0, [1, 2], rules=TokenRules(bad_words=((5,),)), allowed_token_ids=(5,))
+    bench.admit(1, [1, 2], allowed_token_ids=(5,))
+    result = bench.run(Row(0, 0, [1, 2], 1), Row(1, 0, [1, 2], 1))
+    assert result.failed == {
+        0: "all tokens are masked: the logits after masks and penalties are minus infinity everywhere"
+    }
+    assert result.tokens[1, 0] == 5
+    bench.model.head.weight[7] = float("nan")  # hidden by the mask, and told all the same
+    assert bench.run(Row(1, 2, None, 1)).failed == {0: "the model's logits hold NaN"}
 
 
 @pytest.mark.parametrize("graphs", [False, True])
