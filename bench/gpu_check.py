@@ -15,6 +15,7 @@ Invariants: device times come from events, host times from one clock; a limit is
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from aengine.engine.page_groups import kv_groups, table_columns
 from aengine.errors import ConfigError
-from aengine.kernels.cuda_ops import cuda_ops
+from aengine.kernels.cuda_ops import cuda_ops, importable
 from aengine.kernels.ops import AttentionSpec, LayerKV, Ops, StepBatch
 from aengine.kernels.reference import ReferenceOps
 from aengine.memory import Pool, plan
@@ -45,6 +46,7 @@ from aengine.models.llama import LlamaModel
 from aengine.models.placing import place
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.cuda.api import TorchCuda
+from aengine.runner.cuda.fused import SAMPLING, FusedChooser
 from aengine.runner.cuda.step import CudaExecutor
 from aengine.runner.cuda.stream import CudaStream
 from aengine.scheduler import Scheduler
@@ -195,9 +197,11 @@ class Bench:
         self.slots, self.context = slots, context
         columns = tuple(table_columns(group.spec, context) for group in self.plan.groups)
         kv = self.arena.layer_kv([(spec.group, spec.layer) for spec in model.attention])
+        fused = ops.name != "reference" and not importable(SAMPLING)
         self.executor = CudaExecutor(
-            self.stream, model, ops, kv, columns, slots, context, zero=self.arena.zero, move=self.arena.move
-        )
+            self.stream, model, ops, kv, columns, slots, context, zero=self.arena.zero, move=self.arena.move,
+            chooser=FusedChooser if fused else None,
+        )  # fmt: skip
         self.line = self.executor.capture() if graphs else "eager"
         self.step = 0
 
@@ -341,6 +345,13 @@ def check_tokens(api: Any, model: LlamaModel, shape: Shape, backends: dict[str, 
     return figures
 
 
+def release() -> None:
+    """Memory of what was deleted goes back to the device: graphs and pages of a large model fit once."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def form(graphs: bool) -> str:
     return "graphs" if graphs else "eager"
 
@@ -451,6 +462,7 @@ def time_model(
                 flush=True,
             )
         del bench
+        release()
     figures |= time_prefill(api, model, shape, ops, limit)
     return figures
 
@@ -476,6 +488,7 @@ def time_prefill(api: Any, model: LlamaModel, shape: Shape, ops: Ops, limit: dic
             flush=True,
         )
         del bench
+        release()
     return figures
 
 
@@ -634,6 +647,7 @@ def main() -> int:
                 continue
             figures[f"{name}_{part}"] = work()
         model = parts = None  # its memory is for the next one
+        release()
     figures["copies"], figures["wake"] = time_copies(api, given.tiny), time_wake(api, 5 if given.tiny else 200)
     figures["seconds"] = time.monotonic() - began
     report.at_most("wrong tokens", wrong, 0)

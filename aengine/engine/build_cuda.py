@@ -17,11 +17,13 @@ from aengine.engine.ledger import Ledger, Made, served_names
 from aengine.engine.page_groups import kv_dtype, plan_pages, table_columns
 from aengine.engine.weights import dtype_of, hold_of, model_bytes, widest_linear
 from aengine.errors import ConfigError
-from aengine.kernels.cuda_ops import cuda_ops
+from aengine.kernels.cuda_ops import cuda_ops, importable
 from aengine.kernels.ops import Model, state_specs
 from aengine.memory.arena import Arena
 from aengine.models.loader import ModelFiles, load_config, load_model
 from aengine.runner.cuda.api import DeviceApi, TorchCuda
+from aengine.runner.cuda.fused import SAMPLING, FusedChooser
+from aengine.runner.cuda.sampler import MakeChooser
 from aengine.runner.cuda.step import LOGIT_ROWS, CudaExecutor
 from aengine.runner.cuda.stream import CudaStream
 from aengine.runner.protocol import Runner
@@ -62,6 +64,7 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         zero=arena.zero,
         move=arena.move,
         states=arena.layer_states([(spec.group, spec.layer) for spec in state_specs(model)]),
+        chooser=_chooser(config, ledger),
     )
     if config.device.capture:
         with ledger.phase("CUDA graphs"):
@@ -75,6 +78,16 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     return Made(
         served_names(config, files), pages, context, model.vocab_size, name, make_runner, load_config(files).vision
     )  # fmt: skip
+
+
+def _chooser(config: EngineConfig, ledger: Ledger) -> MakeChooser | None:
+    """Sampling goes with the kernels: fused where there is Triton, unless plain torch was asked for."""
+    if config.device.attention_backend != "reference":
+        reason = importable(SAMPLING)
+        if not reason:
+            return FusedChooser
+        ledger.lines.append(f"sampling in plain torch: no fused kernel ({reason})")
+    return None
 
 
 def _free_bytes(config: EngineConfig, api: DeviceApi, model: Model, dtype: torch.dtype) -> int:

@@ -57,10 +57,13 @@ class Chooser(Protocol):
         ...
 
 
+MakeChooser = Callable[[int, torch.device, Upload], Chooser]
+
+
 class DeviceSampler:
     """Sampling state of `slots` slots. Called with the compute stream current, in step order.
 
-    `chooser(table)` makes what chooses tokens; None: plain torch.
+    `chooser(slots, device, upload)` makes what chooses tokens; None: plain torch.
     """
 
     def __init__(
@@ -70,11 +73,15 @@ class DeviceSampler:
         max_model_len: int,
         device: torch.device,
         upload: Upload,
-        chooser: Callable[[SlotTable], Chooser] | None = None,
+        chooser: MakeChooser | None = None,
     ) -> None:
         self.slots = SlotTable(slots, vocab_size, max_model_len, device, upload)
         self._upload = upload
-        self._chooser = chooser(self.slots) if chooser else TorchChooser(self.slots, vocab_size, device, upload)
+        self._chooser: Chooser
+        if chooser is None:
+            self._chooser = TorchChooser(self.slots, vocab_size, device, upload)
+        else:
+            self._chooser = chooser(slots, device, upload)
 
     def setup(self, setup: SlotSetup) -> None:
         """A request moves into a slot."""

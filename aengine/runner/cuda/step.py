@@ -26,12 +26,11 @@ from aengine.runner.batch import SamplePoints, Tokens, lay_out, sample_points
 from aengine.runner.cuda.api import Event
 from aengine.runner.cuda.graphs import DecodeGraphs, Progress
 from aengine.runner.cuda.outcome import Collected, Outputs, PlanFacts, ScoredPrompt
-from aengine.runner.cuda.sampler import NO_TOKEN, SOUND, Chooser, DeviceSampler, Drawn
+from aengine.runner.cuda.sampler import NO_TOKEN, SOUND, DeviceSampler, Drawn, MakeChooser
 from aengine.runner.cuda.staging import CudaStaging, StagingSet
 from aengine.runner.cuda.stream import CudaStream
 from aengine.runner.media import SlotMedia
 from aengine.runner.slot_state import POISON, SlotState
-from aengine.runner.slots import SlotTable
 from aengine.types import Int32s, Int64s, PageMove, StepPlan
 
 # 256 x 128,256 x 4 B = 131 MB of logits, and about four times that while random rows are drawn.
@@ -69,7 +68,7 @@ class CudaExecutor:
         move: Callable[[Sequence[PageMove]], None] | None = None,
         states: Sequence[LayerState] = (),
         staging: CudaStaging | None = None,
-        chooser: Callable[[SlotTable], Chooser] | None = None,
+        chooser: MakeChooser | None = None,
     ) -> None:
         self._stream, self._model, self._ops = stream, model, ops
         self._kv, self._states, self._context = tuple(kv), tuple(states), max_model_len
