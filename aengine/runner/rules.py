@@ -47,6 +47,9 @@ class SlotRules:
         self._bad_tokens = self._ids(word[0] for word in setup.rules.bad_words if len(word) == 1)
         self._bad_words = [self._word(word) for word in setup.rules.bad_words if len(word) > 1 and self._inside(word)]
         self._history = self._make_history(setup, max_model_len)
+        self._counts = None  # by token, one more for what lies above the vocabulary
+        if self._history is not None:
+            self._counts = torch.zeros(vocab_size + 1, dtype=torch.int32, device=device)
 
     def _inside(self, ids: Iterable[int]) -> bool:
         return all(0 <= token < self._vocab_size for token in ids)
@@ -97,19 +100,25 @@ class SlotRules:
     def _penalise(self, row: Tensor, seen: Tensor) -> None:
         params = self._sampling
         if params.repetition_penalty != 1.0:
-            factor = params.repetition_penalty
-            penalised = torch.where(row > 0, row / factor, row * factor)
-            row.copy_(torch.where(self._count(seen) > 0, penalised, row))
+            ids, counts = self._count(seen)
+            logits, factor = row.index_select(0, ids), params.repetition_penalty
+            penalised = torch.where(logits > 0, logits / factor, logits * factor)
+            row.index_copy_(0, ids, torch.where(counts > 0, penalised, logits))
         if params.frequency_penalty or params.presence_penalty:
-            counts = self._count(seen[self._prompt_tokens :])
-            penalised = row - params.frequency_penalty * counts - params.presence_penalty
-            row.copy_(torch.where(counts > 0, penalised, row))
+            ids, counts = self._count(seen[self._prompt_tokens :])
+            logits = row.index_select(0, ids)
+            penalised = logits - params.frequency_penalty * counts - params.presence_penalty
+            row.index_copy_(0, ids, torch.where(counts > 0, penalised, logits))
 
-    def _count(self, ids: Tensor) -> Tensor:
-        """How often each token of the vocabulary [V] stands in `ids`; image placeholders lie above it."""
-        counts = torch.zeros(self._vocab_size + 1, dtype=torch.int32, device=self._device)
-        at = ids.long().clamp_(max=self._vocab_size)
-        return counts.scatter_add_(0, at, torch.ones_like(ids))[:-1]
+    def _count(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids, how often each stands in `seen`) of the same length as `seen`: a repeated id is there as often, so that
+        whoever writes by them writes one value. Image placeholders lie above the vocabulary and count as V; in `ids`
+        they stand as the last token, with that one's count."""
+        assert self._counts is not None
+        at = seen.long().clamp_(max=self._vocab_size)
+        self._counts.index_fill_(0, at, 0).scatter_add_(0, at, torch.ones_like(seen))
+        ids = at.clamp_(max=self._vocab_size - 1)
+        return ids, self._counts.index_select(0, ids)
 
     def append(self, token: int | Tensor, position: int) -> None:
         """Note the token sampled for absolute `position`."""
