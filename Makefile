@@ -85,6 +85,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml | $(PY)
 	$(PIP) install --no-build-isolation --no-deps --quiet --config-settings editable_mode=compat --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.lock $(VENV)/.installed
+$(VENV)/.installed-dev: requirements-dev.lock requirements-source.lock $(VENV)/.installed
 	$(PIP) install -r requirements-dev.lock -c requirements.lock
+	$(PIP) install --no-deps -r requirements-source.lock
 	@touch $@

@@ -131,17 +131,29 @@ class CacheConfig:
 class DeviceConfig:
     """Where steps run."""
 
-    device: Literal["auto", "cpu", "sim"] = _setting("auto", "device; sim is a delayed device for tests")
+    device: Literal["auto", "cpu", "cuda", "sim"] = _setting(
+        "auto", "device; auto: cuda where there is any; sim is a delayed device for tests"
+    )
     threads: int | None = _setting(None, "compute threads; unset: all cores")
     kernels: Literal["auto", "native", "reference"] = _setting("auto", "CPU kernels: compiled C, or plain torch")
-    capture: bool = _setting(True, "replay steps on native kernels as one call; off: one operation at a time")
+    capture: bool = _setting(
+        True, "replay steps as one call (native kernels) or as CUDA graphs; off: one operation at a time"
+    )
+    attention_backend: Literal["auto", "flashinfer", "triton", "reference"] = _setting(
+        "auto", "kernels on CUDA; auto: FlashInfer's attention over Triton's other kernels, as far as installed"
+    )
+    gpu_memory_percent: float = _setting(
+        90.0, "share of the CUDA device's memory for weights, KV pages and activations"
+    )
     sim_step_s: float = _setting(0.0, "seconds a step takes on the sim device")
 
     def __post_init__(self) -> None:
-        _check_choice("device", self.device, ("auto", "cpu", "sim"))
+        _check_choice("device", self.device, ("auto", "cpu", "cuda", "sim"))
         _check_choice("kernels", self.kernels, ("auto", "native", "reference"))
         _check("threads", self.threads, 1, 1024, "threads")
         _check("sim_step_s", self.sim_step_s, 0.0, 60.0, "s")
+        _check_choice("attention_backend", self.attention_backend, ("auto", "flashinfer", "triton", "reference"))
+        _check("gpu_memory_percent", self.gpu_memory_percent, 1.0, 100.0, "%")
 
 
 @dataclass(frozen=True, slots=True)

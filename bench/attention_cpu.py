@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aengine.config import usable_home
-from aengine.engine.build import available_cores
+from aengine.engine.build_cpu import available_cores
 from aengine.kernels.native import NativeOps, Unavailable, load_native_ops
 from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
 from aengine.memory import Full, attention_group, plan

@@ -29,7 +29,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aengine.config import DeviceConfig, EngineConfig, ModelConfigArgs, home
-from aengine.engine.build import Ledger, load_for_cpu
+from aengine.engine.build_cpu import load_for_cpu
+from aengine.engine.ledger import Ledger
 from aengine.kernels.ops import LayerKV, LayerState, Model, Ops, StepBatch, state_specs
 from aengine.models.loader import load_tokenizer
 from aengine.models.store import ModelFiles, resolve

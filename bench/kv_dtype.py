@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from aengine.config import home, usable_home
-from aengine.engine.build import available_cores, kv_groups
+from aengine.engine.build_cpu import available_cores
+from aengine.engine.page_groups import kv_groups
 from aengine.kernels.native import NativeOps, Unavailable, load_native_ops
 from aengine.kernels.ops import Model, StepBatch
 from aengine.memory import plan

@@ -44,7 +44,7 @@ def test_defaults_are_a_working_configuration():
         (SchedulerConfig, "depth", 3, "[0, 2]"),
         (CacheConfig, "page_tokens", 0, "[1, 1024]"),
         (CacheConfig, "kv_bytes", 0, "[1, "),
-        (DeviceConfig, "device", "tpu", "auto, cpu, sim"),
+        (DeviceConfig, "device", "tpu", "auto, cpu, cuda, sim"),
         (DeviceConfig, "threads", 0, "[1, 1024]"),
         (DeviceConfig, "sim_step_s", -1.0, "[0.0, 60.0]"),
         (ModelConfigArgs, "dtype", "int3", "auto, float32, bfloat16"),

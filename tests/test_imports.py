@@ -51,7 +51,14 @@ FORBIDDEN = {
 ALLOWED_HEAVY = {"memory/arena.py": {"torch"}}
 PURE = ("types", "errors", "config", "memory", "prefix_cache", "scheduler")
 # Engine files that put the parts together; the others know the runner's protocol and the tokenizer alone.
-ASSEMBLY = {"engine/build.py"}
+ASSEMBLY = {
+    "engine/build.py",
+    "engine/build_cpu.py",
+    "engine/build_cuda.py",
+    "engine/build_sim.py",
+    "engine/page_groups.py",
+    "engine/weights.py",
+}
 ENGINE_KNOWS = {"runner": {"aengine.runner.protocol"}, "kernels": set()}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

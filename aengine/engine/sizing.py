@@ -73,11 +73,12 @@ def size_pool(
     model_context: int,
     max_model_len: int | None,
     free: int,
+    share: float = MEMORY_SHARE,
     media_tokens: Sequence[int] = (),
 ) -> tuple[PagePlan, int]:
     """(page plan, context length in tokens). `media_tokens`: entries of the items that a usual prompt brings.
 
-    Without `kv_bytes`, the pool gets MEMORY_SHARE of `free`, but no more than all slots at full context would fill.
+    Without `kv_bytes`, the pool gets `share` of `free`, but no more than all slots at full context would fill.
     Raises ConfigError when the wanted context does not fit the pool or the model.
     """
     if max_model_len is not None and max_model_len > model_context:
@@ -88,7 +89,7 @@ def size_pool(
     context = max_model_len or model_context
     flight = in_flight_tokens(scheduler)
     wanted = (scheduler.max_num_seqs + 1) * bytes_for(groups, context, flight, media_tokens)
-    arena = cache.kv_bytes or min(int(free * MEMORY_SHARE), wanted)
+    arena = cache.kv_bytes or min(int(free * share), wanted)
     least = 3 * bytes_for(groups, 2 * max(group.tokens_per_page for group in groups), flight, media_tokens)
     if arena > free:
         raise ConfigError(f"kv_bytes is {arena:,} bytes, but only {free:,} bytes of memory are free", param="kv_bytes")

@@ -30,6 +30,7 @@ from aengine.models.gguf_config import config_from_gguf
 from aengine.models.holding import HeldCheckpoint, Hold
 from aengine.models.packed_checkpoint import PackedCheckpoint
 from aengine.models.packings import packings_of
+from aengine.models.placing import PlacedCheckpoint, place
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
 from aengine.models.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
@@ -98,17 +99,21 @@ def load_model(
     progress: Progress | None = None,
     *,
     hold: Hold = "plain",
+    device: torch.device | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Model:
     """Read all weights, plain ones in `dtype` (float32 or bfloat16), and prepare them for `ops`.
 
     `progress("load weights", layers done, layers)` after each layer; `tell` gets one line on what linears are held as.
-    Peak memory: the weights plus one layer.
+    Peak memory: the weights plus one layer. `device`: where dense weights go, one by one as they are read.
     """
     config = load_config(files)
     held = HeldCheckpoint(open_checkpoint(files, config), hold)
+    source: Checkpoint = held if device is None else PlacedCheckpoint(held, device)
     with _one_thread():
-        model = MODELS[config.family].load(config, held, ops, dtype, progress)
+        model = MODELS[config.family].load(config, source, ops, dtype, progress)
+    if device is not None:
+        place(model, device)
     if tell:
         tell(held.summary(str(dtype).removeprefix("torch.")))
     return model

@@ -113,7 +113,7 @@ class Tokens:
     ids: Int32s
 
 
-def lay_out(staged: Staged) -> Tokens:
+def lay_out(staged: Staged | StepPlan) -> Tokens:
     """Raises ValueError when the plan's ids do not fill its rows exactly."""
     offsets = _offsets(staged.counts)
     rows = np.repeat(np.arange(len(staged.counts)), staged.counts)

@@ -49,16 +49,19 @@ def _best_ids(values: Float32s, k: int) -> Int32s:
 
 def on_device(logits: Tensor, chosen: Tensor, k: int) -> Logprobs:
     """The same in torch, for logits that are not on the host. Which of equal values are cut off is the device's."""
+    ids, values, ranks = logprob_tensors(logits, chosen, k)
+    return Logprobs(ids.cpu().numpy(), values.cpu().numpy(), ranks.cpu().numpy())
+
+
+def logprob_tensors(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids int32, values fp32, ranks int32) as in `Logprobs`, where the logits are."""
     values = logits.log_softmax(-1)
     own = values.gather(1, chosen.unsqueeze(1))
     top = values.topk(k, dim=-1)
     by_id = top.indices.sort(dim=-1)
     best = top.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
-    return Logprobs(
-        ids=torch.cat((chosen.unsqueeze(1), by_id.values.gather(1, best.indices)), dim=1).int().cpu().numpy(),
-        values=torch.cat((own, best.values), dim=1).cpu().numpy(),
-        ranks=((values > own).sum(-1) + 1).int().cpu().numpy(),
-    )
+    ids = torch.cat((chosen.unsqueeze(1), by_id.values.gather(1, best.indices)), dim=1).int()
+    return ids, torch.cat((own, best.values), dim=1), ((values > own).sum(-1) + 1).int()
 
 
 def join_logprobs(parts: list[Logprobs]) -> Logprobs:

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aengine.kernels.ops import CrossBatch, CrossItem, CrossSpan, LayerKV, MediaModel, Ops
+from aengine.runner.upload import Upload, plain_upload
 from aengine.types import MediaInput, MediaPlacement
 
 
@@ -34,8 +36,16 @@ class _Seen:
 class SlotMedia:
     """The media side of a step of `model`; `kv` by layer."""
 
-    def __init__(self, model: MediaModel, ops: Ops, kv: Sequence[LayerKV], slots: int, device: torch.device) -> None:
-        self._model, self._ops, self._kv, self._device = model, ops, kv, device
+    def __init__(
+        self,
+        model: MediaModel,
+        ops: Ops,
+        kv: Sequence[LayerKV],
+        slots: int,
+        device: torch.device,
+        upload: Upload | None = None,
+    ) -> None:
+        self._model, self._ops, self._kv, self._upload = model, ops, kv, upload or plain_upload(device)
         self._slots: list[list[_Seen]] = [[] for _ in range(slots)]
 
     def vacate(self, slot: int) -> None:
@@ -53,7 +63,7 @@ class SlotMedia:
         failed: dict[int, str] = {}
         computed: dict[bytes, Tensor] = {}
         for one in placements:
-            pages = torch.tensor(one.pages, dtype=torch.int64, device=self._device)
+            pages = self._upload(np.array(one.pages, dtype=np.int64))
             if one.input is not None:
                 try:
                     self._write(one.input, pages, computed)
@@ -74,7 +84,7 @@ class SlotMedia:
         self._model.write_media(self._ops, entries, self._kv, pages)
 
     def _arrays(self, source: MediaInput) -> Mapping[str, Tensor]:
-        return {name: torch.from_numpy(array.copy()).to(self._device) for name, array in source.arrays.items()}
+        return {name: self._upload(array.copy()) for name, array in source.arrays.items()}
 
     def batch(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> CrossBatch | None:
         """What the tokens of a step's rows see; None: nothing."""
@@ -92,7 +102,7 @@ class SlotMedia:
             offset += count
         if not spans:
             return None
-        return CrossBatch(torch.tensor(tokens, dtype=torch.int64, device=self._device), tuple(spans))
+        return CrossBatch(self._upload(np.array(tokens, dtype=np.int64)), tuple(spans))
 
 
 def _edges(seen: Sequence[_Seen], start: int, end: int) -> list[int]:

@@ -79,10 +79,12 @@ class TokenNoise:
         """Noise fp32 [S] of tokens `ids` int64 [S], token s with the keys of row owner[s]."""
         k0 = torch.from_numpy(keys.k0.view(np.int32)).to(ids.device)[owner]
         k1 = torch.from_numpy(keys.k1.view(np.int32)).to(ids.device)[owner]
-        words = self._spread_on_device[ids].bitwise_xor_(k0).mul_(_MIX_A)
-        words.bitwise_xor_((words >> 15).bitwise_and_(0x1FFFF)).add_(k1).mul_(_MIX_B - 2**32)
-        words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF)).bitwise_and_(0x7FFFFFFF)
-        return _to_gumbel(words)
+        return _to_gumbel(_hash(self._spread_on_device[ids], k0, k1))
+
+    def gumbel_rows(self, k0: Tensor, k1: Tensor) -> Tensor:
+        """Noise fp32 [N, V] of the whole vocabulary, row i with the key words k0[i], k1[i] int32."""
+        spread = self._spread_on_device.expand(len(k0), -1).clone()
+        return _to_gumbel(_hash(spread, k0.unsqueeze(1), k1.unsqueeze(1)))
 
     def choose(self, row: Tensor, best_id: int, temperature: float, k0: np.uint32, k1: np.uint32) -> int:
         """argmax of (row - max) / temperature + noise over one fp32 row [V] on the CPU, its maximum at best_id.
@@ -111,6 +113,13 @@ class TokenNoise:
         np.multiply(x, np.uint32(_MIX_B), out=x)
         np.bitwise_xor(x, np.right_shift(x, np.uint32(16), out=shifted), out=x)
         return np.bitwise_and(x, np.uint32(0x7FFFFFFF), out=x)
+
+
+def _hash(words: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    """31-bit words int32 of spread tokens, which are used up."""
+    words.bitwise_xor_(k0).mul_(_MIX_A)
+    words.bitwise_xor_((words >> 15).bitwise_and_(0x1FFFF)).add_(k1).mul_(_MIX_B - 2**32)
+    return words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF)).bitwise_and_(0x7FFFFFFF)
 
 
 def _as_tensor(words: NDArray[np.uint32]) -> Tensor:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from aengine.runner.batch import Staged
 from aengine.runner.media import SlotMedia
-from aengine.types import PageMove, SlotSetup, TableDelta
+from aengine.runner.upload import Upload, plain_upload
+from aengine.types import PageMove, SlotSetup, StepPlan, TableDelta
 
 POISON = -1
 
@@ -42,7 +42,9 @@ class SlotState:
         media: SlotMedia | None,
         zero: Callable[[Sequence[int]], None] | None,
         move: Callable[[Sequence[PageMove]], None] | None,
+        upload: Upload | None = None,
     ) -> None:
+        self._upload = upload or plain_upload(device)
         self._device, self._sampler, self._zero_pages, self._move_pages = device, sampler, zero, move
         self.media = media
         self.tables = tuple(self._zeros(slots, columns) for columns in table_columns)
@@ -52,7 +54,7 @@ class SlotState:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
-    def apply(self, staged: Staged) -> None:
+    def apply(self, staged: Staged | StepPlan) -> None:
         """Bring tables and slots up to date. If that fails, a later step could write through a stale table, so none may
         run any more (the engine dies of it)."""
         if self._lost is not None:
@@ -70,15 +72,12 @@ class SlotState:
 
     def _update_slots(self, setups: Sequence[SlotSetup], deltas: Sequence[TableDelta]) -> None:
         for setup in setups:
-            self.relay[setup.slot] = POISON
+            self.relay[setup.slot].fill_(POISON)
             for table in self.tables:
-                table[setup.slot] = 0
+                table[setup.slot].zero_()
             self._sampler.setup(setup)
             if self.media is not None:
                 self.media.vacate(setup.slot)
         for delta in deltas:
-            at = self._to_device(delta.slots), self._to_device(delta.columns)
-            self.tables[delta.group][at] = self._to_device(delta.pages)
-
-    def _to_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+            at = self._upload(delta.slots), self._upload(delta.columns)
+            self.tables[delta.group].index_put_(at, self._upload(delta.pages))

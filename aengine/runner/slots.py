@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from aengine.runner.noise import Keys, make_keys, seed_word
 from aengine.runner.rules import SlotRules
 from aengine.runner.support import Cuts
+from aengine.runner.upload import Upload
 from aengine.types import Int32s, Int64s, SlotSetup
 
 OFF = -1
@@ -22,7 +23,10 @@ OFF = -1
 class SlotTable:
     """Columns over `slots` slots. Reading one that was never set up gives greedy sampling."""
 
-    def __init__(self, slots: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, vocab_size: int, max_model_len: int, device: torch.device, upload: Upload | None = None
+    ) -> None:
+        self._upload = upload
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._device = device
@@ -52,7 +56,9 @@ class SlotTable:
         self._always[slot] = _always_ruled(setup)
         self._until[slot] = setup.prompt_tokens + params.min_tokens if setup.rules.stop_ids else 0
         ruled = self._always[slot] or params.min_tokens > 0
-        self.rules[slot] = SlotRules(setup, self._vocab_size, self._max_model_len, self._device) if ruled else None
+        self.rules[slot] = (
+            SlotRules(setup, self._vocab_size, self._max_model_len, self._device, self._upload) if ruled else None
+        )
 
     def ruled(self, slots: Int32s, positions: Int64s) -> NDArray[np.bool_]:
         """Which rows have logits to be changed before the token at `positions` is chosen."""

@@ -30,8 +30,16 @@ class Executor(Protocol[Staged]):
         """Copy all that `run` needs out of the plan. Cheap; does not wait for the device."""
         ...
 
-    def run(self, staged: Staged) -> StepResult:
-        """Compute the step and let go of what `stage` took, whether it raises or not."""
+    def run(self, staged: Staged) -> StepResult | Launched:
+        """Compute the step, or enqueue it, and let go of what `stage` took, whether it raises or not."""
+        ...
+
+
+class Launched(Protocol):
+    """A step that `run` has only enqueued."""
+
+    def collect(self) -> StepResult:
+        """Called on the loop, once, after all that was enqueued has run."""
         ...
 
 
@@ -66,7 +74,7 @@ class StreamRunner(Generic[Staged]):
         if self._closed:
             raise RuntimeError(f"step {plan.step} was launched on a closed runner")
         future: asyncio.Future[StepResult] = self._loop.create_future()
-        results: list[StepResult] = []
+        results: list[StepResult | Launched] = []
         try:
             staged = self._executor.stage(plan)
         except Exception as error:  # a plan that cannot be staged is a failed step, in its place in the order
@@ -77,22 +85,31 @@ class StreamRunner(Generic[Staged]):
         self._waiter.notify(self._stream.record(), partial(self._resolve, plan.step, future, results))
         return _Handle(plan.step, future, launched=True)
 
-    def _run(self, staged: Staged, results: list[StepResult]) -> None:
+    def _run(self, staged: Staged, results: list[StepResult | Launched]) -> None:
         started = time.perf_counter()
         result = self._executor.run(staged)
-        if not result.device_s:
+        if isinstance(result, StepResult) and not result.device_s:
             result = msgspec.structs.replace(result, device_s=time.perf_counter() - started)
         results.append(result)
 
     def _resolve(
-        self, step: int, future: asyncio.Future[StepResult], results: list[StepResult], error: BaseException | None
+        self,
+        step: int,
+        future: asyncio.Future[StepResult],
+        results: list[StepResult | Launched],
+        error: BaseException | None,
     ) -> None:
         self._in_flight.discard(future)
+        try:
+            result = None if error is not None else _collected(results[0])
+        except Exception as raised:
+            result, error = None, raised
         if future.done():  # its awaiter was cancelled
             return
-        if error is None:
-            future.set_result(results[0])
+        if result is not None:
+            future.set_result(result)
             return
+        assert error is not None
         failed = StepFailed(f"step {step} failed: {type(error).__name__}: {error}")
         failed.__cause__ = error
         future.set_exception(failed)
@@ -107,3 +124,7 @@ class StreamRunner(Generic[Staged]):
                     future.exception()  # seen, so that a step nobody awaited does not log on collection
         await asyncio.to_thread(self._stream.close)
         await asyncio.to_thread(self._waiter.close)
+
+
+def _collected(result: StepResult | Launched) -> StepResult:
+    return result if isinstance(result, StepResult) else result.collect()

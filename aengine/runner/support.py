@@ -40,7 +40,7 @@ def thresholds(z: Tensor, cuts: Cuts) -> Tensor:
     """z fp32 [N, V], each row's maximum 0 (masked: -inf) -> fp32 [N]: the support of row i is z[i] >= threshold[i]."""
     rows, vocab = z.shape
     result = np.zeros(rows, dtype=np.float32)
-    floors = _min_p_floor(cuts.min_p)
+    floors = min_p_floors(cuts.min_p)
     top_k = np.where((cuts.top_k <= 0) | (cuts.top_k >= vocab), vocab, cuts.top_k)
     mass = _whole_mass(z, cuts, top_k)
     pending = np.arange(rows)
@@ -57,7 +57,7 @@ def thresholds(z: Tensor, cuts: Cuts) -> Tensor:
     return torch.from_numpy(result).to(z.device)
 
 
-def _min_p_floor(min_p: NDArray[np.float64]) -> NDArray[np.float32]:
+def min_p_floors(min_p: NDArray[np.float64]) -> NDArray[np.float32]:
     """A token stays if its probability is at least min_p of the best one's: z >= log(min_p)."""
     with np.errstate(divide="ignore"):
         return np.maximum(np.log(min_p), _LEAST).astype(np.float32)

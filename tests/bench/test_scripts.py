@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -59,6 +60,29 @@ def test_scheduler_measures_steps_and_arrivals(tmp_path: Path) -> None:
         assert 0 < steady["plan_us"] <= steady["sum_us"] <= steady["sum_median_us"] <= steady["sum_p99_us"]
     assert figures["long_4096_by_2048"]["steps"] >= 2
     assert figures["burst_64x512"]["us_per_arrival"] > 0
+
+
+def test_gpu_check_runs_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    done = run_bench("gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out))
+    figures = json_line(done)["figures"]
+    assert figures["tiny_tokens"]["runs"] == 2
+    assert figures["tiny_tokens"]["wrong"] == 0
+    assert figures["tiny_times"]["decode_3_eager"]["device_ms"] > 0
+    assert json.loads(out.read_text())["figures"]["copies"] == figures["copies"]
+
+
+def test_gpu_check_knows_a_wrong_token() -> None:
+    import gpu_check
+    import torch
+
+    cpu = torch.device("cpu")
+    model = gpu_check.make_model(gpu_check.SHAPES["tiny"], cpu, 64)
+    prompt = [5, 9, 2, 77]
+    right = int(gpu_check.reference_logits(model, prompt, cpu)[-1].argmax())
+    assert gpu_check.wrong_tokens(model, prompt, [right], cpu) == []
+    wrong = int(gpu_check.reference_logits(model, prompt[1:], cpu)[-1].argmin())
+    assert "token 0 of 1" in gpu_check.wrong_tokens(model, prompt, [wrong], cpu)[0]
 
 
 def test_a_peer_that_fails_is_reported(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from aengine import RequestOutput
-from aengine.engine.build import kv_groups, state_groups
+from aengine.engine.page_groups import kv_groups, state_groups
 from aengine.engine.sizing import bytes_for, in_flight_tokens
 from aengine.kernels.ops import state_specs
 from aengine.models.loader import outline

@@ -13,7 +13,8 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig
 
 from aengine.config import CacheConfig, EngineConfig, ModelConfigArgs, SchedulerConfig
-from aengine.engine.build import describe_pages, kv_dtype, kv_groups
+from aengine.engine.build import describe_pages
+from aengine.engine.page_groups import kv_dtype, kv_groups
 from aengine.engine.sizing import bytes_for, in_flight_tokens, size_pool
 from aengine.errors import ConfigError
 from aengine.kernels.ops import AttentionSpec

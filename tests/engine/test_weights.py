@@ -9,7 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aengine.config import DeviceConfig, EngineConfig, ModelConfigArgs, home
-from aengine.engine.build import Ledger, hold_of, load_for_cpu, model_bytes
+from aengine.engine.build_cpu import load_for_cpu
+from aengine.engine.ledger import Ledger
+from aengine.engine.weights import hold_of, model_bytes
 from aengine.errors import ConfigError
 from aengine.kernels.native import NativeOps, load_native_ops
 from aengine.kernels.reference import ReferenceOps

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from aengine.engine.build import kv_groups
+from aengine.engine.page_groups import kv_groups
 from aengine.errors import InvalidRequest, ModelLoadError
 from aengine.kernels.reference import ReferenceOps
 from aengine.memory import plan

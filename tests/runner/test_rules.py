@@ -90,6 +90,13 @@ def test_a_bad_word_longer_than_the_history():
     assert applied(rules, 1) == PLAIN
 
 
+@pytest.mark.parametrize(("prompt", "seen"), [((VOCAB + 3, 2, VOCAB), (2,)), ((VOCAB + 3, VOCAB - 1), (VOCAB - 1,))])
+def test_placeholders_of_images_are_no_tokens(prompt, seen):
+    """They lie above the vocabulary, and its last token is not taken for them."""
+    row = applied(make(prompt=prompt, repetition_penalty=2.0), len(prompt))
+    assert row == with_({token: PLAIN[token] / 2 for token in seen})
+
+
 def test_repetition_counts_prompt_and_output_and_moves_logits_towards_the_unlikely():
     rules = make(prompt=(1, 2, 1), output=(5,), repetition_penalty=2.0)
     row = [-3.0 if i in (2, 7) else 4.0 for i in range(VOCAB)]

@@ -1,0 +1,113 @@
+"""An engine's parts on a CUDA device.
+
+Owns: what is kept free for activations, the order in which kernels, weights, pages and graphs are made.
+Does not know: requests, how a step runs, other devices.
+Invariants: blocking code, called in a worker thread. Weights, pages and activations together stay within the share of
+the device's memory that was given. What was chosen is told once, in the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from aengine.config import EngineConfig
+from aengine.engine.ledger import Ledger, Made, served_names
+from aengine.engine.page_groups import kv_dtype, plan_pages, table_columns
+from aengine.engine.weights import dtype_of, hold_of, model_bytes, widest_linear
+from aengine.errors import ConfigError
+from aengine.kernels.cuda_ops import cuda_ops, importable
+from aengine.kernels.ops import Model, state_specs
+from aengine.memory.arena import Arena
+from aengine.models.loader import ModelFiles, load_config, load_model
+from aengine.runner.cuda.api import DeviceApi, TorchCuda
+from aengine.runner.cuda.fused import SAMPLING, FusedChooser
+from aengine.runner.cuda.sampler import MakeChooser
+from aengine.runner.cuda.step import LOGIT_ROWS, CudaExecutor
+from aengine.runner.cuda.stream import CudaStream
+from aengine.runner.protocol import Runner
+from aengine.runner.step import StreamRunner
+
+# Kernels' own workspaces, the library's handles, fragments of the allocator.
+WORKSPACE_BYTES = 768 * 2**20
+
+
+def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
+    """The parts on the first CUDA device. Raises ConfigError when it is too small for what is asked."""
+    with ledger.phase("device"):
+        api: DeviceApi = TorchCuda()
+        ops, line = cuda_ops(config.device.attention_backend, api.device)
+    ledger.lines.append(line)
+    with ledger.phase("weights"):
+        hold, dtype = hold_of(config, ops), dtype_of(config, torch.bfloat16)
+        model = load_model(
+            files, ops, dtype, ledger.progress, hold=hold, device=api.device, tell=ledger.lines.append
+        )  # fmt: skip
+    ledger.sizes.append(("weights", model_bytes(model)))
+    name = str(dtype).removeprefix("torch.")
+    with ledger.phase("KV pages"):
+        pages, context = plan_pages(config, files, model, _free_bytes(config, api, model, dtype), 1.0)
+        arena = Arena(pages, api.device)
+    ledger.sizes.append(("KV pages", pages.arena_bytes))
+    ledger.lines += pages.describe().splitlines()
+    ledger.lines.append(f"context {context} tokens; {name}; KV {kv_dtype(config, model)}")
+    stream = CudaStream(api)
+    executor = CudaExecutor(
+        stream,
+        model,
+        ops,
+        arena.layer_kv([(spec.group, spec.layer) for spec in model.attention]),
+        tuple(table_columns(group.spec, context) for group in pages.groups),
+        config.scheduler.max_num_seqs,
+        context,
+        zero=arena.zero,
+        move=arena.move,
+        states=arena.layer_states([(spec.group, spec.layer) for spec in state_specs(model)]),
+        chooser=_chooser(config, ledger),
+    )
+    if config.device.capture:
+        with ledger.phase("CUDA graphs"):
+            ledger.lines.append(executor.capture(ledger.progress))
+    else:
+        ledger.lines.append("steps are launched one operation at a time: capture is off")
+
+    def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
+        return StreamRunner(stream, executor, loop)
+
+    return Made(
+        served_names(config, files), pages, context, model.vocab_size, name, make_runner, load_config(files).vision
+    )  # fmt: skip
+
+
+def _chooser(config: EngineConfig, ledger: Ledger) -> MakeChooser | None:
+    """Sampling goes with the kernels: fused where there is Triton, unless plain torch was asked for."""
+    if config.device.attention_backend != "reference":
+        reason = importable(SAMPLING)
+        if not reason:
+            return FusedChooser
+        ledger.lines.append(f"sampling in plain torch: no fused kernel ({reason})")
+    return None
+
+
+def _free_bytes(config: EngineConfig, api: DeviceApi, model: Model, dtype: torch.dtype) -> int:
+    """What KV pages may take: the device's share less what is used, by others too, and what steps will need."""
+    free, total = api.memory()
+    usable = int(total * config.device.gpu_memory_percent / 100) - (total - free)
+    needed = activation_bytes(config, model, dtype)
+    if usable <= needed:
+        raise ConfigError(
+            f"gpu_memory_percent {config.device.gpu_memory_percent} of {total:,} bytes leaves {max(usable, 0):,} bytes "
+            f"beside the weights and what else is on the device; steps alone need {needed:,}",
+            param="gpu_memory_percent",
+        )
+    return usable - needed
+
+
+def activation_bytes(config: EngineConfig, model: Model, dtype: torch.dtype) -> int:
+    """An upper estimate of what a step takes beside weights and pages: four of its widest activations at once, logits
+    of all points with the copies that random sampling makes, logits of the largest graph, workspaces."""
+    tokens, rows = config.scheduler.max_batched_tokens, config.scheduler.max_num_seqs
+    widest = 4 * tokens * widest_linear(model) * dtype.itemsize
+    points = max(min(LOGIT_ROWS, rows), rows if config.device.capture else 0)
+    return widest + 6 * points * model.vocab_size * 4 + WORKSPACE_BYTES

@@ -1,0 +1,64 @@
+"""What start-up tells and what a device contributes.
+
+Owns: the ledger of times, bytes and notes; `Made`, a device's share of the parts.
+Does not know: how anything is loaded.
+Invariants: every phase is reported when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from aengine.config import EngineConfig
+from aengine.engine.facts import StartupReport
+from aengine.memory import PagePlan
+from aengine.models.loader import ModelFiles
+from aengine.models.vision_config import VisionConfig
+from aengine.runner.protocol import Runner
+
+PhaseHook = Callable[[str, float], None]
+ProgressHook = Callable[[str, int, int], None]
+RunnerFactory = Callable[[asyncio.AbstractEventLoop], Runner]
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What start-up tells: times, bytes, notes."""
+
+    hook: PhaseHook
+    progress: ProgressHook | None
+    phases: list[tuple[str, float]] = field(default_factory=list)
+    sizes: list[tuple[str, int]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began_s = time.monotonic()
+        yield
+        seconds = time.monotonic() - began_s
+        self.phases.append((name, seconds))
+        self.hook(name, seconds)
+
+    def report(self) -> StartupReport:
+        return StartupReport(tuple(self.phases), tuple(self.sizes), tuple(self.lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A device's share of the parts. `make_runner` starts the device's threads."""
+
+    names: tuple[str, ...]
+    pages: PagePlan
+    context: int
+    vocab: int
+    dtype: str
+    make_runner: RunnerFactory
+    vision: VisionConfig | None = None
+
+
+def served_names(config: EngineConfig, files: ModelFiles) -> tuple[str, ...]:
+    return config.model.served_model_name or (files.name,)

@@ -1,0 +1,163 @@
+"""The race harness's device as the CUDA runner over the fake device: separate streams, operations in random order.
+
+Owns: `CudaEpisode`, a model whose one kernel is the simulated device's, the wrong runners that tests plant.
+Does not know: the scheduler.
+Invariants: tokens are derived from the KV that the kernel finds when it runs, through the tables and ids it is given.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import torch
+
+from aengine.runner.cuda.staging import CudaStaging, StagingSet
+from aengine.runner.cuda.step import STAGING_SETS, CudaExecutor
+from aengine.runner.cuda.stream import CudaStream
+from aengine.runner.sim import _UNWRITTEN, SimExecutor
+from aengine.types import Request, StepPlan, StepResult
+from tests.races.harness import VOCAB, Episode, Setting, garbled, make_pool
+from tests.runner.cuda.fake import FakeCuda, FakeStream
+
+
+class HashModel:
+    """Next tokens by `SimExecutor`'s reading of the pages, as one kernel on the current stream."""
+
+    vocab_size, max_context, attention, dtype = VOCAB, 1 << 20, (), torch.float32
+
+    def __init__(self, sim: SimExecutor, device: FakeCuda) -> None:
+        self._sim, self._device = sim, device
+
+    def forward(self, ops, batch):
+        out = torch.empty((len(batch.ids), 1), dtype=torch.float32)
+
+        def kernel():
+            sim, ids, positions = self._sim, batch.ids.numpy(), batch.positions.numpy()
+            sim.tables = [table.numpy() for table in batch.tables]
+            rows = np.searchsorted(batch.row_offsets.numpy()[1:], np.arange(len(ids)), "right")
+            for group, kv, table in zip(sim._groups, sim._kv, sim.tables, strict=True):
+                pages = table[rows, positions // group.page_tokens]
+                kv[pages, positions % group.page_tokens] = np.where(pages == 0, _UNWRITTEN, ids)
+            out[:, 0] = torch.tensor([sim._next(row, at, 0, []) for row, at in zip(rows, positions, strict=True)])
+
+        self._device.enqueue(kernel)
+        return out
+
+    def logits(self, ops, hidden):
+        return (torch.arange(VOCAB, device=hidden.device) - hidden).abs().mul(-1e6)
+
+
+class HashOps:
+    name = "hash"
+    capturable = True
+
+
+class CudaDevice:
+    """Stands in for `harness.Device`."""
+
+    def __init__(self, seed: int, setting: Setting, kind: dict[str, type], *, graphs: bool) -> None:
+        self.rng = random.Random(seed)
+        self.fake = kind.get("device", FakeCuda)(seed, eager=self.rng.choice([0.0, 0.3, 0.8]))
+        stream = CudaStream(self.fake)
+        _, groups = make_pool(setting)
+        sim = SimExecutor(groups, max_seqs=setting.seqs, max_tokens=setting.max_tokens, vocab=VOCAB)
+        self._kv = [torch.from_numpy(kv) for kv in sim._kv]
+        columns = [-(-setting.max_tokens // group.page_tokens) for group in groups]
+        self.executor = kind.get("executor", CudaExecutor)(
+            stream, HashModel(sim, self.fake), HashOps(), (), columns, setting.seqs, setting.max_tokens,
+            move=self._move, staging=kind.get("staging", CudaStaging)(self.fake, STAGING_SETS),
+        )  # fmt: skip
+        self._stream = stream
+        if graphs:
+            self.executor.capture()
+        self._results: dict[int, object] = {}
+
+    def _move(self, moves):
+        for move in moves:
+            pages = self._kv[move.group]
+            pages[move.target].copy_(pages[move.source])
+            pages[move.source].fill_(_UNWRITTEN)
+
+    def refuse(self, step: StepPlan) -> None:
+        self._results[step.step] = lambda: None
+
+    def launch(self, step: StepPlan, *, fails: bool, bad_rows: list[int]) -> None:
+        bad = list(range(len(step.slots))) if fails else bad_rows
+        staged, made = self.executor.stage(garbled(step, bad) if bad else step), []
+        self._stream.launch(lambda: made.append(self.executor.run(staged)))
+        point = self._stream.record()
+
+        def result() -> StepResult | None:
+            point.wait()
+            told = made[0].collect()
+            counts = told.counts.copy()
+            counts[bad] = 0
+            return None if fails else msgspec.structs.replace(told, counts=counts)
+
+        self._results[step.step] = result
+
+    def run_one(self) -> None:
+        for _ in range(self.rng.randrange(12)):
+            self.fake.run_one()
+
+    def wait(self, step: int) -> StepResult | None:
+        return self._results.pop(step)()
+
+
+class CudaEpisode(Episode):
+    def __init__(self, seed: int, setting: Setting, *, graphs: bool = False, **kind: type) -> None:
+        super().__init__(seed, setting)
+        self.device = CudaDevice(seed, setting, kind, graphs=graphs)
+
+    def submit(self, request: Request) -> None:
+        """Half of them random: their logits leave no choice, so the token is the greedy one, by the other path."""
+        super().submit(msgspec.structs.replace(request, seed=0))
+
+
+# ---- runners with a fault
+
+
+class OneSetNoGuard(CudaStaging):
+    """Writes pinned memory again while copies out of it may not have run."""
+
+    def take(self, step: int) -> StagingSet:
+        taken = self._free[0]
+        taken.guard = None
+        taken.begin()
+        self.current = taken
+        return taken
+
+    def give(self, used: StagingSet) -> None:
+        pass
+
+
+class HastyCopies(FakeCuda):
+    """The copy stream does not wait for the step whose results it brings."""
+
+    def stream(self, name: str) -> FakeStream:
+        made = super().stream(name)
+        if name == "copy":
+            made.wait = lambda event: None
+        return made
+
+
+class EarlyRelay(CudaExecutor):
+    """Reads the relay when a step is staged, which steps in flight have yet to write."""
+
+    def __init__(self, stream: CudaStream, *given, **more) -> None:
+        super().__init__(stream, *given, **more)
+        self._relay, self._device = self.state.relay, stream.api
+
+    def stage(self, plan):
+        self._early = self._relay.clone()
+        self._device.know(self._early)
+        return super().stage(plan)
+
+    def _forward(self, staged):
+        self.state.relay = self._early
+        try:
+            return super()._forward(staged)
+        finally:
+            self.state.relay = self._relay

@@ -1,0 +1,53 @@
+"""The CUDA runner under the same episodes: copies on a stream of their own, operations in any order streams allow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.races.cuda_device import CudaEpisode, EarlyRelay, HastyCopies, OneSetNoGuard
+from tests.races.harness import Setting
+
+BASE = Setting(requests=5)
+KINDS = [
+    BASE,
+    dataclasses.replace(BASE, pages=18, seqs=8),
+    dataclasses.replace(BASE, pages=15, abort=0.15),
+    dataclasses.replace(BASE, window=9, pages=36),
+    dataclasses.replace(BASE, draft=1.0, pages=24),
+    dataclasses.replace(BASE, fail=0.05, fail_row=0.05, pages=24),
+    dataclasses.replace(BASE, chunk=8, slab=3, pages=36, turns=0.5),
+]
+
+
+@pytest.mark.parametrize(("depth", "kinds"), [(0, 2), (1, 7), (2, 7)])
+def test_tokens_do_not_depend_on_the_order_on_the_device(depth, kinds):
+    """Every other episode replays its decode steps as graphs."""
+    replays = zombies = 0
+    for seed, kind in enumerate(KINDS[:kinds]):
+        setting = dataclasses.replace(kind, depth=depth)
+        try:
+            episode = CudaEpisode(seed, setting, graphs=(seed + depth) % 2 == 0).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
+        replays += episode.device.fake.counts["replay"]
+        zombies += episode.scheduler.stats().zombie_rows
+    assert replays > 10
+    assert (zombies > 0) == (depth > 0)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"staging": OneSetNoGuard}, {"device": HastyCopies}, {"executor": EarlyRelay}],
+    ids=lambda f: next(iter(f)),
+)
+def test_planted_faults_are_caught(fault):
+    """An exception counts too: ids read from the wrong memory may be out of bounds."""
+    caught = 0
+    for seed in range(4):
+        try:
+            CudaEpisode(seed, dataclasses.replace(BASE, depth=2, requests=6), **fault).run()
+        except Exception:
+            caught += 1
+    assert caught >= 2
