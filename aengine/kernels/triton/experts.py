@@ -65,7 +65,7 @@ class Mixture:
         sizes = torch.zeros(count, dtype=torch.int32, device=x.device)
         sizes.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
         offsets = torch.zeros(count + 1, dtype=torch.int32, device=x.device)
-        torch.cumsum(sizes, 0, out=offsets[1:])
+        offsets[1:] = sizes.cumsum(0)
         taken = x.index_select(0, pairs // top_k)
         if experts.weigh == "input":
             taken = (taken * weights.flatten()[pairs].unsqueeze(1)).to(x.dtype)

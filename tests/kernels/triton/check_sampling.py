@@ -21,6 +21,7 @@ from aengine.runner.sampler import Sampler
 from aengine.types import SlotSetup
 from tests.runner.test_native_sampler import KNOWN, LENGTH, ROWS, random_logits, random_setup
 
+ASKED = 6  # rows of a step
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
@@ -84,7 +85,7 @@ def rules_of(setups: list[SlotSetup], vocab: int) -> sampling.SlotRules:
     )
 
 
-@pytest.mark.parametrize(("vocab", "trials"), [(5, 2), (97, 3), (1500, 2), (5000, 1)])
+@pytest.mark.parametrize(("vocab", "trials"), [(5, 2), (97, 2), (5000, 1)])
 def test_tokens_faults_and_logprobs_equal_the_torch_samplers(vocab: int, trials: int) -> None:
     rng = np.random.default_rng(vocab)
     for _ in range(trials):
@@ -94,10 +95,10 @@ def test_tokens_faults_and_logprobs_equal_the_torch_samplers(vocab: int, trials:
             theirs.setup(setup)
         parameters, rules = parameters_of(setups), rules_of(setups, vocab)
         for position in range(KNOWN, KNOWN + 2):
-            slots = rng.permutation(ROWS).astype(np.int32)
-            positions, logits = np.full(ROWS, position), random_logits(rng, vocab)
+            slots = rng.permutation(ROWS)[:ASKED].astype(np.int32)
+            positions, logits = np.full(ASKED, position), random_logits(rng, vocab)[:ASKED]
             want = theirs.sample(logits.clone(), slots, positions)
-            faults = torch.full((ROWS,), -1, dtype=torch.int32, device=DEVICE)
+            faults = torch.full((ASKED,), -1, dtype=torch.int32, device=DEVICE)
             at = torch.from_numpy(slots).to(DEVICE), torch.from_numpy(positions).to(DEVICE)
             given = logits.to(DEVICE)
             got = sampling.sample(given, *at, parameters, rules, faults)
@@ -107,19 +108,18 @@ def test_tokens_faults_and_logprobs_equal_the_torch_samplers(vocab: int, trials:
                 row: fault_of(message) for row, message in want.failed.items()
             }
             sampling.remember(rules.history, *at, got)
-            made = sampling.logprobs(given, got, 20)
             for row, expected in want.logprobs.items():
-                width = expected.ids.shape[1]
-                assert np.array_equal(made.ids[row : row + 1, :width].cpu().numpy(), expected.ids)
-                assert np.array_equal(made.ranks[row : row + 1].cpu().numpy(), expected.ranks)
-                values = made.values[row : row + 1, :width].cpu().numpy()
-                assert np.allclose(values, expected.values, rtol=1e-6, atol=1e-5)
+                one = slice(row, row + 1)
+                made = sampling.logprobs(given[one], got[one], int(setups[slots[row]].sampling.logprobs or 0))
+                assert np.array_equal(made.ids.cpu().numpy(), expected.ids)
+                assert np.array_equal(made.ranks.cpu().numpy(), expected.ranks)
+                assert np.allclose(made.values.cpu().numpy(), expected.values, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocab", [1, 33, 3000])
 def test_plain_draws_follow_the_noise(vocab: int) -> None:
     """Every row alone draws what it draws among others; bf16 logits count as they are."""
-    rows = 24
+    rows = 16
     logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).bfloat16()
     logits[:, vocab // 2 + 1 :: 5] = float("-inf")
     seeds, positions = np.arange(rows, dtype=np.uint64) * np.uint64(2**60 + 7), np.arange(rows) * 2**30

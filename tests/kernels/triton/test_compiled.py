@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.timeout(300)
 def test_kernels_compile_without_spills_and_within_shared_memory(request: pytest.FixtureRequest) -> None:
     kept = request.config.cache.mkdir("triton-programs")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
