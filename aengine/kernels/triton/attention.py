@@ -56,10 +56,10 @@ def geometry(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> 
         prefill, keys = Tiles(64, 32, 8, 2), 32
     else:
         prefill, keys = Tiles(32, 16, 8, 1), 16
-    if kv_dtype is torch.int8 or spec.cross:
-        keys = min(keys, 32)
+    if kv_dtype is torch.int8:
+        prefill, keys = Tiles(min(prefill.rows, 64), prefill.keys, prefill.warps, prefill.stages), min(keys, 32)
     least = power_of_two(group, _BLOCK_ROWS)
-    rows = Tiles(max(prefill.rows, least), keys, prefill.warps, prefill.stages)
+    rows = Tiles(max(prefill.rows, least), prefill.keys, prefill.warps, prefill.stages)
     return Geometry(dim, rows, Tiles(least, keys, 4, 2), least // group)
 
 
