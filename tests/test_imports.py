@@ -175,6 +175,11 @@ def test_a_pure_room_loads_neither_torch_nor_asyncio_nor_aiohttp(name):
     assert python(loaded) == ""
 
 
+def test_the_assembly_does_not_load_triton_kernels():
+    """An installation for CPUs has no Triton; one with it pays for it only when there is a CUDA device."""
+    assert python("import sys, aengine.engine.build; print('aengine.kernels.triton' in sys.modules)") == "False"
+
+
 def test_the_package_itself_loads_nothing_heavy():
     assert python(f"import sys, aengine; print(*[name for name in {sorted(HEAVY)} if name in sys.modules])") == ""
 

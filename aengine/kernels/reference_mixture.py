@@ -25,7 +25,8 @@ class HasLinear(Protocol):
 
 def mixture(ops: HasLinear, x: Tensor, scores: Tensor, experts: Experts) -> Tensor:
     """See `Ops.mixture`. One pass per expert that some token chose; sums in fp32."""
-    best, chosen = scores.float().topk(experts.top_k, dim=-1)
+    ranked = scores.float().sort(dim=-1, descending=True, stable=True)  # of equal scores the lower expert
+    best, chosen = ranked.values[:, : experts.top_k], ranked.indices[:, : experts.top_k]
     weights = best.softmax(-1) if experts.scoring == "softmax" else best.sigmoid()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(chosen.flatten().tolist())):
@@ -34,12 +35,12 @@ def mixture(ops: HasLinear, x: Tensor, scores: Tensor, experts: Experts) -> Tens
         taken = x[token]
         if experts.weigh == "input":
             taken = (taken * weight).to(x.dtype)
-        result = ops.linear(_activate(ops.linear(taken, experts.gate_up[expert]), experts), experts.down[expert])
+        result = ops.linear(activate(ops.linear(taken, experts.gate_up[expert]), experts), experts.down[expert])
         out.index_add_(0, token, result * weight if experts.weigh == "output" else result.float())
     return out.to(x.dtype)
 
 
-def _activate(gate_up: Tensor, experts: Experts) -> Tensor:
+def activate(gate_up: Tensor, experts: Experts) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     if experts.activation == "silu":
         return (F.silu(gate) * up).to(gate_up.dtype)
