@@ -62,15 +62,11 @@ static void read_part(void *arg, int part, int parts)
     }
 
 CHAIN_PART(fma_part, vf, vf_fma(f, f, s[k]))
-CHAIN_PART(int4_part, vi, codes_step(s[k], w, x))
 #if AE_SPLIT
-#if AE_VL == 8
-#define INT8_STEP (vi)_mm256_add_epi32((__m256i)s[k], _mm256_madd_epi16((__m256i)w, (__m256i)x))
+CHAIN_PART(int4_part, vi, add_16(s[k], multiply_bytes(w, x)))
+CHAIN_PART(int8_part, vi, s[k] + multiply_pairs(w, x))
 #else
-#define INT8_STEP (vi)_mm512_add_epi32((__m512i)s[k], _mm512_madd_epi16((__m512i)w, (__m512i)x))
-#endif
-CHAIN_PART(int8_part, vi, INT8_STEP)
-#else
+CHAIN_PART(int4_part, vi, codes_step(s[k], w, x))
 CHAIN_PART(int8_part, vi, codes_step(s[k], w, x))
 #endif
 

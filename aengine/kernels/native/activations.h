@@ -34,8 +34,8 @@ AE_INLINE int32_t vi_hmax(vi v)
 #endif
 }
 
-/* 32 integers within -127 .. 127 as bytes, and the sums of the first and the last 16. */
-AE_INLINE void narrow_unit(const vi *q, int8_t *code, int32_t *sums)
+/* A unit of 32 integers within -127 .. 127 and their scale. */
+AE_INLINE void narrow_unit(const vi *q, float scale, ae_x_unit *to)
 {
 #if AE_VL == 8 && defined(__AVX2__)
     /* Packing works within halves of a register: four-byte pieces come out as 0 4 1 5 2 6 3 7. */
@@ -43,24 +43,47 @@ AE_INLINE void narrow_unit(const vi *q, int8_t *code, int32_t *sums)
     const __m256i high = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
     const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high),
                                                       _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256((void *)code, bytes);
+    _mm256_storeu_si256((void *)to->code, bytes);
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
     const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
-    const __m256i all = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
-    sums[0] = _mm256_extract_epi32(all, 0);
-    sums[1] = _mm256_extract_epi32(all, 4);
+    /* Each half of `own` the sum of its 16 inputs, of `other` that of the others; then what follows the scale. */
+    const __m256i own = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
+    const __m256i other = _mm256_permute2x128_si256(own, own, 1), all = _mm256_add_epi32(own, other);
+    const __m256i sums = _mm256_blend_epi32(_mm256_blend_epi32(all, own, 0x44), other, 0x28);
+    const __m256 scales = _mm256_set1_ps(scale), scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scales);
+    const __m256i offsets = _mm256_mullo_epi32(sums, _mm256_set1_epi32(-AE_OFFSET));
+    const __m256i tail = _mm256_blend_epi32(_mm256_castps_si256(_mm256_blend_ps(scaled, scales, 1)), offsets, 0x70);
+    _mm256_storeu_si256((void *)&to->scale, _mm256_blend_epi32(tail, _mm256_setzero_si256(), 0x80));
 #else
-    sums[0] = sums[1] = 0;
+    int32_t sums[3] = {0};
     for (int i = 0; i < AE_UNIT_VECTORS; i++) {
         int32_t t[AE_VL];
         memcpy(t, &q[i], sizeof t);
         for (int j = 0; j < AE_VL; j++) {
-            code[i * AE_VL + j] = (int8_t)t[j];
-            sums[2 * i / AE_UNIT_VECTORS] += t[j];
+            to->code[i * AE_VL + j] = (int8_t)t[j];
+            sums[1 + 2 * i / AE_UNIT_VECTORS] += t[j];
         }
     }
+    sums[0] = sums[1] + sums[2];
+    to->scale = scale;
+    for (int i = 0; i < 3; i++) {
+        to->sums[i] = scale * (float)sums[i];
+        to->offsets[i] = -AE_OFFSET * sums[i];
+    }
+    to->unused = 0;
 #endif
+}
+
+/* The codes of a unit as 16-bit integers: 0 and 2 of each four, then 1 and 3 of each. */
+AE_INLINE void widen_codes(const int8_t *code, void *to)
+{
+    typedef int16_t v16 __attribute__((vector_size(AE_UNIT)));
+    v16 v[2];
+    memcpy(&v[1], code, AE_UNIT);
+    v[0] = (v[1] << 8) >> 8;
+    v[1] >>= 8;
+    memcpy(to, v, sizeof v);
 }
 
 /* Codes and scale of 32 values. Magnitudes compare as integers: infinity and NaN come out on top, and make the scale NaN,
@@ -78,15 +101,7 @@ AE_INLINE void quantise_unit(const vf *v, ae_x_unit *to)
     vi q[AE_UNIT_VECTORS];
     for (int i = 0; i < AE_UNIT_VECTORS; i++) q[i] = (vi)(v[i] * inverse + magic) - (vi)magic;
     for (int i = 0; i < AE_UNIT_VECTORS && !finite; i++) q[i] = (vi)vf_set1(0.0f);
-    int32_t sums[2];
-    narrow_unit(q, to->code, sums);
-    to->scale = scale;
-    const int32_t all[3] = {sums[0] + sums[1], sums[0], sums[1]};
-    for (int i = 0; i < 3; i++) {
-        to->sums[i] = scale * (float)all[i];
-        to->offsets[i] = -AE_OFFSET * all[i];
-    }
-    to->unused = 0;
+    narrow_unit(q, scale, to);
 }
 
 AE_INLINE void quantise_row(const void *x, const int bf16, int64_t n, ae_x_unit *to)

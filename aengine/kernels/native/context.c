@@ -133,21 +133,16 @@ int64_t ae_packed_bytes(const ae_context *ctx, int64_t dtype, int64_t in_feature
     return ae_round_up(out_features, ctx->kernels->panel) * in_features * ae_dtype_bytes(dtype);
 }
 
-static int64_t code_panel(const ae_context *ctx, int64_t bits)
-{
-    return bits == 4 ? ctx->kernels->code_panel4 : ctx->kernels->code_panel8;
-}
-
 int64_t ae_codes_bytes(const ae_context *ctx, int64_t bits, int64_t in_features, int64_t out_features)
 {
-    return ae_round_up(out_features, code_panel(ctx, bits)) * ae_round_up(in_features, 32) * bits / 8;
+    return ae_round_up(out_features, ctx->kernels->code_panel) * ae_round_up(in_features, 32) * bits / 8;
 }
 
 int64_t ae_scale_bytes(const ae_context *ctx, int64_t bits, int64_t group, int64_t scale_dtype, int64_t in_features,
                        int64_t out_features)
 {
     const int64_t groups = ae_ceil_div(ae_round_up(in_features, 32), group);
-    return ae_round_up(out_features, code_panel(ctx, bits)) * groups * ae_dtype_bytes(scale_dtype);
+    return ae_round_up(out_features, ctx->kernels->code_panel) * groups * ae_dtype_bytes(scale_dtype);
 }
 
 static int embed(ae_context *ctx, const ae_embed_args *a)

@@ -29,9 +29,8 @@ void *ae_pool_scratch(ae_pool *, int part, size_t bytes);
 
 typedef struct {
     const char *name;
-    int64_t panel;       /* outputs in one weight panel */
-    int64_t code_panel4; /* outputs in one panel of 4-bit codes */
-    int64_t code_panel8;
+    int64_t panel;      /* outputs in one weight panel */
+    int64_t code_panel; /* outputs in one panel of codes */
     int (*pack)(ae_context *, const ae_pack_args *);
     int (*linear)(ae_context *, const ae_linear_args *);
     int (*pack_quantised)(ae_context *, const ae_pack_quantised_args *);

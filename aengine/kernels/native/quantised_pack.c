@@ -6,7 +6,7 @@
 static void pack_codes(const ae_pack_quantised_args *a, int64_t panel)
 {
     const ae_segment *s = a->segment;
-    const int64_t wide = code_panel(s->bits), bytes = code_units(a->in_features) * AE_UNIT_BYTES(s->bits);
+    const int64_t wide = AE_PANEL, bytes = code_units(a->in_features) * AE_UNIT_BYTES(s->bits);
     uint8_t *to = (uint8_t *)s->codes + panel * bytes;
     memset(to, 0, (size_t)bytes);
     for (int64_t o = 0; o < ae_min(wide, s->out_features - panel * wide); o++) {
@@ -25,7 +25,7 @@ static void pack_codes(const ae_pack_quantised_args *a, int64_t panel)
 static void pack_scale(const ae_pack_quantised_args *a, int64_t panel, const void *values, void *packed)
 {
     const ae_segment *s = a->segment;
-    const int64_t wide = code_panel(s->bits), groups = code_groups(a->in_features, s->group);
+    const int64_t wide = AE_PANEL, groups = code_groups(a->in_features, s->group);
     const int64_t have = ae_ceil_div(a->in_features, s->group), size = ae_dtype_bytes(s->scale_dtype);
     char *to = (char *)packed + panel * groups * wide * size;
     memset(to, 0, (size_t)(groups * wide * size));
@@ -37,7 +37,7 @@ static void pack_scale(const ae_pack_quantised_args *a, int64_t panel, const voi
 static void pack_part(void *arg, int part, int parts)
 {
     const ae_pack_quantised_args *a = arg;
-    const int64_t panels = ae_ceil_div(a->segment->out_features, code_panel(a->segment->bits));
+    const int64_t panels = ae_ceil_div(a->segment->out_features, AE_PANEL);
     for (int64_t p = panels * part / parts; p < panels * (part + 1) / parts; p++) {
         pack_codes(a, p);
         pack_scale(a, p, a->scale, a->segment->scale);
@@ -47,7 +47,7 @@ static void pack_part(void *arg, int part, int parts)
 
 int AE_FN(pack_quantised)(ae_context *ctx, const ae_pack_quantised_args *a)
 {
-    const int64_t panels = ae_ceil_div(a->segment->out_features, code_panel(a->segment->bits));
+    const int64_t panels = ae_ceil_div(a->segment->out_features, AE_PANEL);
     ae_pool_run(ctx->pool, pack_part, (void *)a, ae_parts(ctx, panels, 4));
     return AE_OK;
 }
@@ -55,7 +55,7 @@ int AE_FN(pack_quantised)(ae_context *ctx, const ae_pack_quantised_args *a)
 /* Row `o` of a segment: one product and one sum, each rounded, as the format defines a value. */
 static void segment_row(const ae_segment *s, int64_t o, int64_t n, float *to)
 {
-    const int64_t wide = code_panel(s->bits), panel = o / wide, groups = code_groups(n, s->group);
+    const int64_t wide = AE_PANEL, panel = o / wide, groups = code_groups(n, s->group);
     const uint8_t *codes = (const uint8_t *)s->codes + panel * code_units(n) * AE_UNIT_BYTES(s->bits);
     o %= wide;
     for (int64_t k = 0; k < n; k++) {

@@ -25,8 +25,7 @@ int AE_FN(logprobs)(ae_context *, const ae_logprobs_args *);
 const ae_kernels AE_FN(ae_kernels) = {
     .name = AE_STRING(AE_ISA),
     .panel = AE_NR,
-    .code_panel4 = AE_PANEL4,
-    .code_panel8 = AE_PANEL8,
+    .code_panel = AE_PANEL,
     .pack = AE_FN(pack),
     .linear = AE_FN(linear),
     .pack_quantised = AE_FN(pack_quantised),

@@ -27,6 +27,7 @@ FORMATS = [
     (8, 32, True, False),
     (8, 16, False, False),
     (8, 16, True, True),
+    (8, 64, True, True),
     (8, 0, False, True),
 ]
 

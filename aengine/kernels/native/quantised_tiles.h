@@ -1,0 +1,219 @@
+/* Tiles of the integer product: some rows of activations by a run of units of a panel, one function for each number of
+ * rows, form of codes and size of groups. */
+#ifndef AE_QUANTISED_TILES_H
+#define AE_QUANTISED_TILES_H
+
+#include "quantised.h"
+
+/* Rows of tiles, rising. Where products come out of the instruction set, AVX2's 16 registers hold 6 rows x 2 integer sums,
+ * two vectors of codes, one of x and one product. */
+#if AE_VL == 16 && AE_FAST_STEP
+#define AE_QR 8
+#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(4) CASE(8)
+#elif AE_FAST_STEP
+#define AE_QR 6
+#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(4) CASE(6)
+#else
+#define AE_QR 2
+#define AE_EACH_QR(CASE) CASE(1) CASE(2)
+#endif
+#define QR_ENTRY(MR) MR,
+static const int tile_rows[] = {AE_EACH_QR(QR_ENTRY)};
+
+/* Bytes of codes ahead of the one in use that a single tile asks for. */
+#define AE_AHEAD 2048
+
+/* A run of units of a panel. */
+typedef struct {
+    const uint8_t *codes;
+    const char *scale; /* [group][outputs], fp32 or fp16 */
+    const char *minimum;
+    int64_t units;
+    int64_t group_units; /* units that share a scale */
+    int64_t left;        /* of them, those of the first group from the first unit on */
+    int64_t codes16;     /* from a unit of activations to its codes as 16-bit integers, in units */
+    int f16;
+    int first;   /* sums begin here, rather than with what c holds */
+    int streams; /* the codes come from memory: ask for them ahead */
+} code_run;
+
+/* How codes are stored: packed, or taken apart for the products: bytes, or (AE_SPLIT) signed 16-bit integers. */
+enum { AE_PACKED4, AE_BYTES4, AE_PACKED8, AE_APART8, AE_FORMS };
+#define AE_IS16(form) (AE_SPLIT && (form) >= AE_PACKED8)
+
+AE_INLINE int64_t form_bytes(const int form) /* of a unit */
+{
+    return (form == AE_PACKED4 ? 1 : form == AE_APART8 && AE_SPLIT ? 4 : 2) * AE_STEPS * 4 * AE_VL;
+}
+
+AE_INLINE vu alternate(vu v, int odd) /* bytes 0 and 2 of each four as 16-bit integers, or 1 and 3 */
+{
+    typedef uint16_t v16 __attribute__((vector_size(4 * AE_VL)));
+    return odd ? (vu)((v16)v >> 8) : v & 0x00ff00ff;
+}
+
+/* The two vectors of a step, `odd` of a step of 16-bit integers; p: the first code of the unit. */
+AE_INLINE void load_codes(const uint8_t *p, const int form, int step, int odd, vu *w0, vu *w1)
+{
+    const vu_mem *v = (const vu_mem *)p;
+    if (form == AE_PACKED4) {
+        *w0 = v[step] & 0x0f0f0f0f;
+        *w1 = (v[step] >> 4) & 0x0f0f0f0f;
+        return;
+    }
+    const int at = form == AE_APART8 && AE_SPLIT ? 2 * step + odd : step;
+    *w0 = v[2 * at];
+    *w1 = v[2 * at + 1];
+    if (form == AE_PACKED8 && AE_SPLIT) {
+        *w0 = alternate(*w0, odd);
+        *w1 = alternate(*w1, odd);
+    }
+}
+
+AE_INLINE vu signed_codes(vu v) /* AE_OFFSET off each of the 16-bit integers */
+{
+    typedef uint16_t v16 __attribute__((vector_size(4 * AE_VL)));
+    return (vu)((v16)v - AE_OFFSET);
+}
+
+AE_INLINE vu four_codes(const int8_t *p)
+{
+    uint32_t x;
+    memcpy(&x, p, 4);
+    return (vu){0} + x;
+}
+
+AE_INLINE vf load_scale(const char *p, int column, int f16)
+{
+    return f16 ? vf_load_f16((const uint16_t *)p + column * AE_VL) : vf_load((const float *)p + column * AE_VL);
+}
+
+AE_INLINE void fetch(const void *p, int64_t from, int64_t to)
+{
+    for (int64_t i = from; i < to; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
+}
+
+/* Integer sums of mr rows into their fp32 sums: those of `acc` when `keep`, of c otherwise. */
+AE_INLINE void add_group(const int mr, const int form, const int keep, const int which, vi sums[][2], const ae_x_unit *x,
+                         int64_t ldx, const char *scale, const char *minimum, int f16, vf acc[][2], float *c)
+{
+    vf s[2], m[2];
+    for (int k = 0; k < 2; k++) {
+        s[k] = load_scale(scale, k, f16);
+        m[k] = minimum ? load_scale(minimum, k, f16) : vf_set1(0.0f);
+    }
+    AE_UNROLL
+    for (int i = 0; i < mr; i++) {
+        const ae_x_unit *xi = x + i * ldx;
+        const vf sx = vf_set1(xi->scale), sum_x = vf_set1(xi->sums[which]);
+        AE_UNROLL
+        for (int k = 0; k < 2; k++) {
+            float *at = c + (i * 2 + k) * AE_VL;
+            const vi dot = AE_IS16(form) ? sums[i][k] : codes_total(sums[i][k]);
+            const vf part = s[k] * __builtin_convertvector(dot, vf);
+            vf sum = vf_fma(sx, part, keep ? acc[i][k] : vf_load(at));
+            if (minimum) sum = vf_fma(m[k], sum_x, sum);
+            if (keep)
+                acc[i][k] = sum;
+            else
+                vf_store(at, sum);
+        }
+    }
+}
+
+AE_INLINE void add_products(const int mr, const int form, int step, int odd, const uint8_t *codes, const ae_x_unit *x,
+                            int64_t ldx, int64_t codes16, vi sums[][2])
+{
+    vu w0, w1;
+    load_codes(codes, form, step, odd, &w0, &w1);
+    AE_UNROLL
+    for (int i = 0; i < mr; i++) {
+        const vu xj = four_codes(AE_IS16(form) ? x[i * ldx + codes16].code + 32 * odd + 4 * step
+                                               : x[i * ldx].code + 4 * step);
+        add_step(AE_IS16(form), &sums[i][0], &sums[i][1], w0, w1, xj);
+    }
+}
+
+/* c [mr][outputs of the panel] += the product of mr rows of units with a run. All but the last four are constants. Of
+ * many rows the fp32 sums live in c, so that the integer sums have the registers. */
+AE_INLINE void code_tile(const int mr, const int form, const int halves, const code_run *b, const ae_x_unit *x,
+                         int64_t ldx, float *c)
+{
+    const int keep = mr <= AE_QR / 2, apart = form == AE_BYTES4 || (form == AE_APART8 && AE_SPLIT);
+    const int offset = form >= AE_PACKED8 && !apart;
+    const int f16 = !apart && b->f16, streams = !apart && b->streams;
+    const int64_t scale_bytes = AE_PANEL * (f16 ? 2 : 4), codes16 = b->codes16;
+    const uint8_t *codes = b->codes;
+    const char *scale = b->scale, *minimum = b->minimum;
+    int64_t left = b->left;
+    vf acc[AE_QR][2];
+    AE_UNROLL
+    for (int i = 0; i < mr; i++)
+        for (int k = 0; k < 2; k++) {
+            float *at = c + (i * 2 + k) * AE_VL;
+            if (keep)
+                acc[i][k] = b->first ? vf_set1(0.0f) : vf_load(at);
+            else if (b->first)
+                vf_store(at, vf_set1(0.0f));
+        }
+    for (int64_t u = 0; u < b->units; u++, x++, codes += form_bytes(form)) {
+        vi sums[AE_QR][2];
+        if (streams) {
+            fetch(codes + AE_AHEAD, 0, form_bytes(form));
+            __builtin_prefetch(scale + AE_AHEAD / 8, 0, 2);
+            if (minimum) __builtin_prefetch(minimum + AE_AHEAD / 8, 0, 2);
+        }
+        AE_UNROLL
+        for (int h = 0; h < 2; h++) {
+            const int which = halves ? 1 + h : 0;
+            AE_UNROLL
+            for (int i = 0; i < mr; i++)
+                if (h == 0 || halves)
+                    sums[i][0] = sums[i][1] = (vi){0} + (offset ? x[i * ldx].offsets[which] : 0);
+            AE_UNROLL_STEPS
+            for (int j = 4 * h; j < 4 * h + 4; j++) {
+                add_products(mr, form, j, 0, codes, x, ldx, codes16, sums);
+                if (AE_IS16(form)) add_products(mr, form, j, 1, codes, x, ldx, codes16, sums);
+            }
+            if (h == 0 && !halves) continue;
+            if (minimum)
+                add_group(mr, form, keep, which, sums, x, ldx, scale, minimum, f16, acc, c);
+            else
+                add_group(mr, form, keep, which, sums, x, ldx, scale, NULL, f16, acc, c);
+            if (halves || --left == 0) {
+                scale += scale_bytes;
+                if (minimum) minimum += scale_bytes;
+                left = b->group_units;
+            }
+        }
+    }
+    AE_UNROLL
+    for (int i = 0; i < mr && keep; i++)
+        for (int k = 0; k < 2; k++) vf_store(c + (i * 2 + k) * AE_VL, acc[i][k]);
+}
+
+typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, float *c);
+#define CODE_TILE(FORM, HALVES, MR)                                                                                   \
+    static __attribute__((noinline)) void tile_##FORM##_##HALVES##_##MR(const code_run *b, const ae_x_unit *x,        \
+                                                                        int64_t ldx, float *c)                        \
+    {                                                                                                                 \
+        code_tile(MR, FORM, HALVES, b, x, ldx, c);                                                                    \
+    }
+#define CODE_TILES(MR)                                                                                                \
+    CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_BYTES4, 0, MR) CODE_TILE(AE_BYTES4, 1, MR) \
+    CODE_TILE(AE_PACKED8, 0, MR) CODE_TILE(AE_PACKED8, 1, MR)
+AE_EACH_QR(CODE_TILES)
+#if AE_SPLIT
+#define APART_TILES(MR) CODE_TILE(AE_APART8, 0, MR) CODE_TILE(AE_APART8, 1, MR)
+AE_EACH_QR(APART_TILES)
+#define APART_ENTRY(HALVES, MR) tile_AE_APART8_##HALVES##_##MR
+#else
+#define APART_ENTRY(HALVES, MR) tile_AE_PACKED8_##HALVES##_##MR
+#endif
+#define TILE_ENTRIES(MR)                                                                                              \
+    {{tile_AE_PACKED4_0_##MR, tile_AE_PACKED4_1_##MR}, {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},                \
+     {tile_AE_PACKED8_0_##MR, tile_AE_PACKED8_1_##MR}, {APART_ENTRY(0, MR), APART_ENTRY(1, MR)}},
+/* [as in tile_rows][form][groups of 16] */
+static const code_tile_fn code_tiles[][AE_FORMS][2] = {AE_EACH_QR(TILE_ENTRIES)};
+
+#endif
