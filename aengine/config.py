@@ -99,7 +99,9 @@ class SchedulerConfig:
     max_num_seqs: int = _setting(64, "rows that run at once (slots)")
     max_batched_tokens: int = _setting(512, "token budget of one step")
     max_waiting: int = _setting(1024, "size of the waiting room; beyond it a request is refused with 429")
-    step_ms: float = _setting(0.0, "milliseconds a step may take while rows decode; 0: as long as it takes")
+    step_ms: float | None = _setting(
+        None, "milliseconds a step may take while rows decode; 0: as long as it takes; unset: 80 on the CPU, else 0"
+    )
     depth: int = _setting(1, "steps in flight while the next is planned: 0 synchronous, 1 overlapped, 2 experiment")
 
     def __post_init__(self) -> None:
@@ -116,7 +118,7 @@ class CacheConfig:
 
     page_tokens: int = _setting(16, "tokens a KV page holds")
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = _setting(
-        "auto", "element type of KV pages; auto: as computed; int8: a scale per token and head"
+        "auto", "element type of KV pages; auto: dtype if given, else bfloat16; int8: a scale per token and head"
     )
     kv_bytes: int | None = _setting(None, "bytes for KV pages (512MiB, 2GiB); unset: fitted to free memory")
     prefix_caching: bool = _setting(True, "reuse the KV of prompts that begin alike")

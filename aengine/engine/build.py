@@ -77,7 +77,7 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         budget_tokens=config.scheduler.max_batched_tokens,
         max_tokens=made.context,
         page_tokens=config.cache.page_tokens,
-        step_s=config.scheduler.step_ms / 1e3,
+        step_s=(made.step_ms if config.scheduler.step_ms is None else config.scheduler.step_ms) / 1e3,
     )
     model = ModelInfo(
         names=made.names,

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from aengine.kernels.ops import Model, Ops
 
 
+STEP_MS = 80.0  # at full speed a long prompt would hold everybody's next token for seconds
+
+
 def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     with ledger.phase("import torch"):
         import torch
@@ -66,9 +69,9 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         stream = ThreadStream(initialise=lambda: torch.set_num_threads(torch_threads))
         return StreamRunner(stream, executor, loop)
 
-    return Made(
-        served_names(config, files), pages, context, model.vocab_size, name, make_runner, load_config(files).vision
-    )
+    vision = load_config(files).vision
+    names = served_names(config, files)
+    return Made(names, pages, context, model.vocab_size, name, make_runner, vision, step_ms=STEP_MS)
 
 
 def load_for_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Ops, Model]:
