@@ -50,6 +50,7 @@ class Format:
     bits: int
     group: int = 0
     minimum: bool = False
+    precise: bool = False
 
     @property
     def arithmetic(self) -> int:
@@ -63,13 +64,14 @@ class Format:
         codes = torch.randint(low, high, (out, size_in), dtype=dtype)
         scale = (torch.rand(out, size_in // self.group) + 0.5).half().float()
         part = Quantised(codes, scale, scale.neg() if self.minimum else None, self.group, self.bits)
-        return Linear(torch.empty((out, size_in), device="meta"), None, (part,))
+        return Linear(torch.empty((out, size_in), device="meta"), None, (part,), self.precise)
 
 
 FORMATS = {
     "fp32": Format(32),
     "bf16": Format(16),
     "w4g32": Format(4, 32, minimum=True),
+    "w4g32 precise": Format(4, 32, minimum=True, precise=True),
     "w8g32": Format(8, 32),
     "w8g16": Format(8, 16),
 }
