@@ -1,5 +1,5 @@
-/* y = x weight^T + bias with integer weights: activations rounded to int8 or int16 per row and 32
- * inputs, exact integer products.
+/* y = x weight^T + bias with integer weights: activations rounded to int8 or int16, one scale
+ * per row and 32 inputs, exact integer products.
  *
  * y[r, o] = sum over units of scale_x * (scale_w * dot) + minimum_w * (scale_x * sum of x codes), units rising, two fused
  * multiply-adds each (a group of 16 inputs: per half unit). A lane is an output and owns this chain, so that no bit
