@@ -1,9 +1,9 @@
 """Claim: linear kernels of the CPU backend read weights at 80 % of the machine's read rate, and compute near its peak.
 
 The linear layers of SmolLM2-135M in every weight format, at several numbers of rows, beside three limits measured by
-the same thread pool (bench/limits.c): bytes read from memory, fp32 fused multiply-adds, exact integer products of 4-
-and 8-bit codes with 8-bit activations. One row counts against the read rate (bytes as packed, scales included), 64 and
-more against arithmetic. bf16 weights are widened and multiplied in fp32: their limit is fp32's.
+the same thread pool (bench/limits.c): bytes read from memory, fp32 fused multiply-adds, exact integer products of 8
+and of 16 bits (w4g32p: a precise linear). One row counts against the read rate (bytes as packed, scales included), 64
+and more against arithmetic. bf16 weights are widened and multiplied in fp32: their limit is fp32's.
 
 A figure is the sum over layers of each call's least time; the limits are taken between the calls. With one thread, time
 is the thread's CPU time, which other programs on the machine disturb least; with more, it is wall time.
@@ -40,7 +40,7 @@ LAYERS = 30
 READ_BYTES, PIECE_BYTES = 256 * 2**20, 2**20
 ONE_ROW_LIMIT = 0.8
 MANY_ROWS, MANY_ROWS_LIMIT = 64, 0.65
-FMA, INT4, INT8 = range(3)
+FMA, BYTES, WIDE = range(3)
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,13 @@ class Format:
     bits: int
     group: int = 0
     minimum: bool = False
+    precise: bool = False
 
     @property
     def arithmetic(self) -> int:
-        return {4: INT4, 8: INT8}.get(self.bits, FMA)
+        if not self.group:
+            return FMA
+        return WIDE if self.bits == 8 or self.precise else BYTES
 
     def weight(self, out: int, size_in: int) -> Linear:
         if not self.group:
@@ -63,13 +66,14 @@ class Format:
         codes = torch.randint(low, high, (out, size_in), dtype=dtype)
         scale = (torch.rand(out, size_in // self.group) + 0.5).half().float()
         part = Quantised(codes, scale, scale.neg() if self.minimum else None, self.group, self.bits)
-        return Linear(torch.empty((out, size_in), device="meta"), None, (part,))
+        return Linear(torch.empty((out, size_in), device="meta"), None, (part,), self.precise)
 
 
 FORMATS = {
     "fp32": Format(32),
     "bf16": Format(16),
     "w4g32": Format(4, 32, minimum=True),
+    "w4g32p": Format(4, 32, minimum=True, precise=True),
     "w8g32": Format(8, 32),
     "w8g16": Format(8, 16),
 }
@@ -195,7 +199,7 @@ def main() -> int:
         {"isa": loaded.context.isa, "threads": options.threads, "rows": options.rows, "seconds": options.seconds},
     )
     read = limits.read_gbs(20)
-    for kind, name in ((FMA, "fp32 fma"), (INT4, "4-bit x 8-bit"), (INT8, "8-bit x 8-bit")):
+    for kind, name in ((FMA, "fp32 fma"), (BYTES, "4-bit x 8-bit"), (WIDE, "16-bit x 16-bit")):
         print(f"limit {name}: {statistics.median(limits.gops(kind) for _ in range(100)):.0f} Gop/s")
     print(f"limit read: {read:.1f} GB/s")
     clock = time.thread_time if options.threads == 1 else time.perf_counter

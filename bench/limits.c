@@ -1,5 +1,5 @@
 /* What the machine can do at best, by the same thread pool as the kernels: bytes read, fused multiply-adds, products of
- * bytes. Compiled by bench/kernels_cpu.py with the sources of aengine/kernels/native and the flags of one of its sets. */
+ * integers. Compiled by bench/kernels_cpu.py with the sources of aengine/kernels/native and the flags of one of its sets. */
 #define _GNU_SOURCE
 #include "internal.h"
 #include "quantised.h"
@@ -63,11 +63,11 @@ static void read_part(void *arg, int part, int parts)
 
 CHAIN_PART(fma_part, vf, vf_fma(f, f, s[k]))
 #if AE_SPLIT
-CHAIN_PART(int4_part, vi, add_16(s[k], multiply_bytes(w, x)))
-CHAIN_PART(int8_part, vi, s[k] + multiply_pairs(w, x))
+CHAIN_PART(bytes_part, vi, add_16(s[k], multiply_bytes(w, x)))
+CHAIN_PART(wide_part, vi, s[k] + multiply_pairs(w, x))
 #else
-CHAIN_PART(int4_part, vi, codes_step(s[k], w, x))
-CHAIN_PART(int8_part, vi, codes_step(s[k], w, x))
+CHAIN_PART(bytes_part, vi, codes_step(s[k], w, x))
+CHAIN_PART(wide_part, vi, pairs_step(s[k], w, x))
 #endif
 
 static double timed(ae_pool *pool, ae_task task, job *j)
@@ -83,11 +83,11 @@ AE_EXPORT double limit_read(ae_pool *pool, const void *data, int64_t bytes)
     return (double)bytes / timed(pool, read_part, &j) / 1e9;
 }
 
-/* A multiply and an add are two operations. int4: 4-bit codes by 8-bit; int8: 8-bit by 8-bit, both exact. */
+/* A multiply and an add are two operations. Bytes: 4-bit codes by 8-bit ones; wide: 16-bit by 16-bit; both exact. */
 AE_EXPORT double limit_gops(ae_pool *pool, int kind)
 {
-    static const ae_task tasks[] = {fma_part, int4_part, int8_part};
-    const double each[] = {2.0 * AE_VL, 8.0 * AE_VL, (AE_SPLIT ? 4.0 : 8.0) * AE_VL};
+    static const ae_task tasks[] = {fma_part, bytes_part, wide_part};
+    const double each[] = {2.0 * AE_VL, 8.0 * AE_VL, 4.0 * AE_VL};
     job j = {0};
     return each[kind] * CHAINS * ROUNDS * ae_pool_threads(pool) / timed(pool, tasks[kind], &j) / 1e9;
 }

@@ -1,4 +1,4 @@
-"""Products with quantised weights and activations rounded to int8, in plain torch: the oracle of the integer kernels.
+"""Products with quantised weights and activations rounded to integers: the oracle of the integer kernels, in torch.
 
 Owns: how activations are rounded, the exact integer sums and how they become fp32.
 Does not know: panels, instruction sets, threads.
@@ -17,11 +17,12 @@ from torch import Tensor
 from aengine.kernels.quantised import Quantised
 
 UNIT = 32  # activations that share a scale
-LEAST = 2.0**-120  # magnitudes below count as zero: 127 over them is not finite
+LEAST = 2.0**-110  # magnitudes below count as zero: the greatest code over them would not be finite
+NARROW, WIDE = 127, 32767  # greatest codes of activations of 8 and of 16 bits
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> codes fp64 [T, units, 32] within -127 .. 127, scale fp32 [T, units]: greatest magnitude / 127.
+def quantise_rows(x: Tensor, most: int = NARROW) -> tuple[Tensor, Tensor]:
+    """x [T, in] -> codes fp64 [T, units, 32] within -most .. most, scale fp32 [T, units]: greatest magnitude / most.
 
     A unit with infinity or NaN has codes 0 and scale NaN: every output of its row is NaN.
     """
@@ -30,16 +31,20 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     top = wide.abs().amax(-1)
     finite = wide.isfinite().all(-1)
     fits = finite & (top >= LEAST)
-    inverse = torch.where(fits, torch.div(torch.full_like(top, 127.0), top), 0.0)
-    scale = torch.where(fits, top / 127.0, torch.where(finite, 0.0, torch.nan))
+    inverse = torch.where(fits, torch.div(torch.full_like(top, most), top), 0.0)
+    scale = torch.where(fits, top / most, torch.where(finite, 0.0, torch.nan))
     codes = torch.where(finite.unsqueeze(-1), torch.round(wide * inverse.unsqueeze(-1)), 0.0)
     return codes.double(), scale
 
 
-def linear_quantised(x: Tensor, parts: Sequence[Quantised], bias: Tensor | None = None) -> Tensor:
-    """x [T, in] by the weight that `parts` make up -> fp32 [T, out]."""
-    codes, scale = quantise_rows(x)
-    y = torch.cat([_part(codes, scale, part) for part in parts], -1)
+def linear_quantised(
+    x: Tensor, parts: Sequence[Quantised], bias: Tensor | None = None, precise: bool = False
+) -> Tensor:
+    """x [T, in] by the weight that `parts` make up -> fp32 [T, out].
+
+    Activations have 16 bits before codes of 8 bits and where `precise`, 8 bits elsewhere.
+    """
+    y = torch.cat([_part(*quantise_rows(x, WIDE if precise or part.bits == 8 else NARROW), part) for part in parts], -1)
     return y if bias is None else y + bias.float()
 
 

@@ -1,4 +1,4 @@
-/* Activations as 8-bit integers: units of 32 of a row with one scale each. */
+/* Activations as integers of 8 or 16 bits: units of 32 of a row with one scale each. */
 #ifndef AE_ACTIVATIONS_H
 #define AE_ACTIVATIONS_H
 
@@ -34,18 +34,31 @@ AE_INLINE int32_t vi_hmax(vi v)
 #endif
 }
 
-/* A unit of 32 integers within -127 .. 127 and their scale. */
-AE_INLINE void narrow_unit(const vi *q, float scale, ae_x_unit *to)
+/* A unit of 32 integers that fit 8 bits, or 16 if `codes16` (inputs 0 and 2 of each four, then 1 and 3 of each), and
+ * their scale. */
+AE_INLINE void narrow_unit(const vi *q, float scale, ae_x_unit *to, int16_t *codes16)
 {
 #if AE_VL == 8 && defined(__AVX2__)
-    /* Packing works within halves of a register: four-byte pieces come out as 0 4 1 5 2 6 3 7. */
-    const __m256i low = _mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]);
-    const __m256i high = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
-    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high),
-                                                      _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256((void *)to->code, bytes);
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
-    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    /* Packing works within halves of a register: the pieces of four inputs come out as 0 4 1 5 2 6 3 7. */
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), ones = _mm256_set1_epi16(1);
+    __m256i low = _mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]);
+    __m256i high = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
+    __m256i fours;
+    if (codes16) {
+        const __m256i split = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, /* both halves */
+                                               0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+        low = _mm256_shuffle_epi8(low, split);
+        high = _mm256_shuffle_epi8(high, split);
+        const __m256i even = _mm256_permutevar8x32_epi32(_mm256_unpacklo_epi64(low, high), order);
+        const __m256i odd = _mm256_permutevar8x32_epi32(_mm256_unpackhi_epi64(low, high), order);
+        _mm256_storeu_si256((void *)codes16, even);
+        _mm256_storeu_si256((void *)(codes16 + AE_UNIT / 2), odd);
+        fours = _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones));
+    } else {
+        const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+        _mm256_storeu_si256((void *)to->code, bytes);
+        fours = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), ones);
+    }
     const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
     /* Each half of `own` the sum of its 16 inputs, of `other` that of the others; then what follows the scale. */
     const __m256i own = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
@@ -61,7 +74,11 @@ AE_INLINE void narrow_unit(const vi *q, float scale, ae_x_unit *to)
         int32_t t[AE_VL];
         memcpy(t, &q[i], sizeof t);
         for (int j = 0; j < AE_VL; j++) {
-            to->code[i * AE_VL + j] = (int8_t)t[j];
+            const int k = i * AE_VL + j;
+            if (codes16)
+                codes16[AE_UNIT / 2 * (k & 1) + k / 2] = (int16_t)t[j];
+            else
+                to->code[k] = (int8_t)t[j];
             sums[1 + 2 * i / AE_UNIT_VECTORS] += t[j];
         }
     }
@@ -75,36 +92,27 @@ AE_INLINE void narrow_unit(const vi *q, float scale, ae_x_unit *to)
 #endif
 }
 
-/* The codes of a unit as 16-bit integers: 0 and 2 of each four, then 1 and 3 of each. */
-AE_INLINE void widen_codes(const int8_t *code, void *to)
-{
-    typedef int16_t v16 __attribute__((vector_size(AE_UNIT)));
-    v16 v[2];
-    memcpy(&v[1], code, AE_UNIT);
-    v[0] = (v[1] << 8) >> 8;
-    v[1] >>= 8;
-    memcpy(to, v, sizeof v);
-}
-
 /* Codes and scale of 32 values. Magnitudes compare as integers: infinity and NaN come out on top, and make the scale NaN,
  * so that every output of the row is marked. Adding 1.5 * 2^23 rounds to the nearest even integer. */
-AE_INLINE void quantise_unit(const vf *v, ae_x_unit *to)
+AE_INLINE void quantise_unit(const vf *v, ae_x_unit *to, int16_t *codes16)
 {
     vi magnitude = (vi)v[0] & 0x7fffffff;
     for (int i = 1; i < AE_UNIT_VECTORS; i++) magnitude = vi_max(magnitude, (vi)v[i] & 0x7fffffff);
     const int32_t bits = vi_hmax(magnitude);
     float top;
     memcpy(&top, &bits, 4);
-    const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-120f;
-    const vf inverse = vf_set1(fits ? 127.0f / top : 0.0f), magic = vf_set1(12582912.0f);
-    const float scale = fits ? top / 127.0f : finite ? 0.0f : __builtin_nanf("");
+    const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-110f; /* most / top, top / most are normal */
+    const float most = codes16 ? 32767.0f : 127.0f;
+    const vf inverse = vf_set1(fits ? most / top : 0.0f), magic = vf_set1(12582912.0f);
+    const float scale = fits ? top / most : finite ? 0.0f : __builtin_nanf("");
     vi q[AE_UNIT_VECTORS];
     for (int i = 0; i < AE_UNIT_VECTORS; i++) q[i] = (vi)(v[i] * inverse + magic) - (vi)magic;
     for (int i = 0; i < AE_UNIT_VECTORS && !finite; i++) q[i] = (vi)vf_set1(0.0f);
-    narrow_unit(q, scale, to);
+    narrow_unit(q, scale, to, codes16);
 }
 
-AE_INLINE void quantise_row(const void *x, const int bf16, int64_t n, ae_x_unit *to)
+/* Of a wide row the int16 codes of a unit stand `codes16` units after it; 0: a row of int8. */
+AE_INLINE void quantise_row(const void *x, const int bf16, int64_t n, ae_x_unit *to, int64_t codes16)
 {
     for (int64_t k = 0; k < n; k += AE_UNIT, to++) {
         vf v[AE_UNIT_VECTORS];
@@ -112,7 +120,10 @@ AE_INLINE void quantise_row(const void *x, const int bf16, int64_t n, ae_x_unit 
             const int64_t at = k + i * AE_VL, left = n - at;
             v[i] = left >= AE_VL ? vf_get(x, at, bf16) : vf_get_part(x, at, left > 0 ? (int)left : 0, bf16);
         }
-        quantise_unit(v, to);
+        if (codes16)
+            quantise_unit(v, to, (int16_t *)(to + codes16));
+        else
+            quantise_unit(v, to, NULL);
     }
 }
 

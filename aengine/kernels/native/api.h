@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define AE_EXPORT __attribute__((visibility("default")))
-#define AE_ABI 3
+#define AE_ABI 4
 
 enum { AE_F32 = 0, AE_BF16 = 1, AE_I8 = 2, AE_F16 = 3, AE_QUANTISED = 4 }; /* AE_I8: KV pages only */
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
@@ -43,6 +43,7 @@ typedef struct {
     void *minimum; /* NULL: zero */
     int64_t bits, group, scale_dtype; /* 4 or 8; scale and minimum fp32 or fp16 */
     int64_t out_features;
+    int64_t precise; /* not 0: activations of 16 bits, as with codes of 8 bits always */
 } ae_segment;
 
 /* A weight of dtype AE_QUANTISED: its outputs are those of the segments, one after another. */
@@ -52,7 +53,7 @@ typedef struct {
 } ae_quantised;
 
 /* y[r, o] = sum over i of x[r, i] * weight[o, i] + bias[o]; bias fp32 or NULL. `weight` is packed by ae_pack, or, if
- * weight_dtype is AE_QUANTISED, an ae_quantised: x is then rounded to 8 bits per row and 32 inputs (see quantised.h). */
+ * weight_dtype is AE_QUANTISED, an ae_quantised: x is then rounded to 8 or 16 bits per row and 32 inputs (see quantised.h). */
 typedef struct {
     const void *x;
     int64_t x_dtype, x_stride;

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-ABI = 3
+ABI = 4
 
 # One entry per struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
 PACK_ARGS = Struct("PqqPqq")
-SEGMENT = Struct("PPPqqqq")
+SEGMENT = Struct("PPPqqqqq")
 QUANTISED = Struct("qP")
 PACK_QUANTISED_ARGS = Struct("PPPPqq")
 EMBED_PACKED_ARGS = Struct("PqPPqqqq")

@@ -63,12 +63,13 @@ class Packer:
         """The result's `weight` is a meta tensor that keeps only shape and dtype."""
         out_features, in_features = linear.weight.shape
         if linear.parts:
-            block, dtype = self._quantised(linear.parts, out_features, in_features), _QUANTISED
+            block, dtype = self._quantised(linear, out_features, in_features), _QUANTISED
         else:
             block, dtype = self._dense(linear.weight)
         bias = None if linear.bias is None else linear.bias.to(torch.float32).contiguous()
         packed = PackedLinear(block, dtype, in_features, out_features, bias, 0 if bias is None else bias.data_ptr())
-        return Linear(weight=torch.empty_like(linear.weight, device="meta"), bias=linear.bias, packed=packed)
+        weight = torch.empty_like(linear.weight, device="meta")
+        return Linear(weight, linear.bias, precise=linear.precise, packed=packed)
 
     def _dense(self, weight: Tensor) -> tuple[Block, int]:
         if weight.dtype not in CODES:
@@ -82,11 +83,11 @@ class Packer:
         check(self._pack(args), "pack")
         return block, code
 
-    def _quantised(self, parts: Sequence[Quantised], out_features: int, in_features: int) -> Block:
-        shapes = [part.shape for part in parts]
+    def _quantised(self, linear: Linear, out_features: int, in_features: int) -> Block:
+        shapes = [part.shape for part in linear.parts]
         if sum(out for out, _ in shapes) != out_features or any(size != in_features for _, size in shapes):
             raise ValueError(f"parts of shapes {shapes} do not make up a weight of {out_features} x {in_features}")
-        segments = [_Segment.of(part) for part in parts]
+        segments = [_Segment.of(part, linear.precise) for part in linear.parts]
         head = QUANTISED.size + len(segments) * SEGMENT.size
         sizes = [segment.array_bytes(self._context) for segment in segments]
         block = self._memory.take(_lines(head) + sum(_lines(size) for three in sizes for size in three))
@@ -112,9 +113,10 @@ class _Segment:
     minimum: Tensor | None
     group: int
     bits: int
+    precise: bool
 
     @staticmethod
-    def of(part: Quantised) -> _Segment:
+    def of(part: Quantised, precise: bool) -> _Segment:
         size_in, group, repeat = part.shape[1], part.group, 1
         if group == size_in:
             group = -(-size_in // _UNIT) * _UNIT
@@ -131,7 +133,8 @@ class _Segment:
             values = [value.half() for value in values]
         values = [value.contiguous() for value in values]
         codes = part.codes if part.codes.stride(1) == 1 else part.codes.contiguous()
-        return _Segment(codes, values[0], values[1] if len(values) == 2 else None, group, part.bits)
+        minimum = values[1] if len(values) == 2 else None
+        return _Segment(codes, values[0], minimum, group, part.bits, precise)
 
     @property
     def scale_dtype(self) -> int:
@@ -145,7 +148,7 @@ class _Segment:
         return codes, scale, 0 if self.minimum is None else scale
 
     def record(self, arrays: Sequence[int]) -> bytes:
-        return SEGMENT.pack(*arrays, self.bits, self.group, self.scale_dtype, self.codes.shape[0])
+        return SEGMENT.pack(*arrays, self.bits, self.group, self.scale_dtype, self.codes.shape[0], self.precise)
 
     def pack_args(self, segment: int) -> bytes:
         minimum = 0 if self.minimum is None else self.minimum.data_ptr()

@@ -1,4 +1,5 @@
-/* y = x weight^T + bias with integer weights: activations rounded to int8 per row and 32 inputs, exact integer products.
+/* y = x weight^T + bias with integer weights: activations rounded to int8 or int16, one scale
+ * per row and 32 inputs, exact integer products.
  *
  * y[r, o] = sum over units of scale_x * (scale_w * dot) + minimum_w * (scale_x * sum of x codes), units rising, two fused
  * multiply-adds each (a group of 16 inputs: per half unit). A lane is an output and owns this chain, so that no bit
@@ -19,14 +20,38 @@
 #define AE_RUN_BYTES (24 * 1024)
 /* Rows per thread from which splitting rows beats splitting panels. */
 #define AE_ROWS_PER_THREAD 96
+
 /* ---- activations ---- */
+
+/* A row of activations, in units: those of int8, the wide ones, the int16 codes of these; only what some segment reads. */
+typedef struct {
+    int64_t units, wide, stride; /* units of a kind, where the wide begin, the next row */
+    int has_narrow, has_wide;
+} x_layout;
+
+static x_layout x_layout_of(const ae_quantised *w, int64_t in_features)
+{
+    x_layout at = {.units = code_units(in_features)};
+    for (int64_t i = 0; i < w->count; i++) *(is_wide(&w->segments[i]) ? &at.has_wide : &at.has_narrow) = 1;
+    at.wide = at.has_narrow ? at.units : 0;
+    /* An odd number of lines: the rows of a tile do not fall into the same sets of the cache. */
+    at.stride = (at.wide + (at.has_wide ? 2 * at.units : 0)) | 1;
+    return at;
+}
 
 typedef struct {
     const ae_linear_args *args;
-    ae_x_unit *x; /* per row: units, and where 16-bit integers are used as many more with the same codes as those */
-    int64_t units, stride;
-    int codes16;
+    ae_x_unit *x;
+    x_layout at;
 } quantise_job;
+
+static void quantise_by_type(const void *from, const ae_linear_args *a, ae_x_unit *to, int64_t codes16)
+{
+    if (a->x_dtype == AE_BF16)
+        quantise_row(from, 1, a->in_features, to, codes16);
+    else
+        quantise_row(from, 0, a->in_features, to, codes16);
+}
 
 static void quantise_part(void *arg, int part, int parts)
 {
@@ -34,12 +59,9 @@ static void quantise_part(void *arg, int part, int parts)
     const ae_linear_args *a = job->args;
     for (int64_t r = a->rows * part / parts; r < a->rows * (part + 1) / parts; r++) {
         const char *from = (const char *)a->x + r * a->x_stride * ae_dtype_bytes(a->x_dtype);
-        ae_x_unit *to = job->x + r * job->stride;
-        if (a->x_dtype == AE_BF16)
-            quantise_row(from, 1, a->in_features, to);
-        else
-            quantise_row(from, 0, a->in_features, to);
-        for (int64_t u = 0; job->codes16 && u < job->units; u++) widen_codes(to[u].code, &to[job->units + u]);
+        ae_x_unit *to = job->x + r * job->at.stride;
+        if (job->at.has_narrow) quantise_by_type(from, a, to, 0);
+        if (job->at.has_wide) quantise_by_type(from, a, to + job->at.wide, job->at.units);
     }
 }
 
@@ -48,7 +70,8 @@ static void quantise_part(void *arg, int part, int parts)
 typedef struct {
     const ae_linear_args *args;
     const ae_x_unit *x;
-    int64_t units, stride, block_rows;
+    x_layout at;
+    int64_t units, block_rows;
     int row_parts;
     char *scratch[AE_MAX_THREADS];
 } code_job;
@@ -63,7 +86,7 @@ static int64_t run_units(int64_t units, int64_t bytes)
     return ae_ceil_div(units, ae_ceil_div(units, ae_max(1, AE_RUN_BYTES / bytes)));
 }
 
-/* Units of a run of `form` (AE_BYTES4 or AE_APART8) that a tile finds in the first-level cache: runs of equal length. */
+/* Units of a run of `form` (AE_BYTES4 or AE_APART16) that a tile finds in the first-level cache: runs of equal length. */
 static int64_t units_of_run(int64_t units, int form)
 {
     const int64_t scales = 4 * AE_PANEL * 2, x = AE_QR * (int64_t)sizeof(ae_x_unit) * (AE_IS16(form) ? 2 : 1);
@@ -72,8 +95,8 @@ static int64_t units_of_run(int64_t units, int form)
 
 static scratch_layout scratch_of(int64_t units, int64_t rows)
 {
-    const int64_t longest = ae_max(units_of_run(units, AE_BYTES4), units_of_run(units, AE_APART8));
-    const size_t codes = (size_t)(longest * form_bytes(AE_APART8)), scale = (size_t)(2 * longest * AE_PANEL * 4);
+    const int64_t longest = ae_max(units_of_run(units, AE_BYTES4), units_of_run(units, AE_APART16));
+    const size_t codes = (size_t)(longest * form_bytes(AE_APART16)), scale = (size_t)(2 * longest * AE_PANEL * 4);
     return (scratch_layout){codes, scale, codes + 2 * scale + (size_t)(rows * AE_PANEL * 4)};
 }
 
@@ -103,6 +126,19 @@ static const char *widen_scale(const char *from, int64_t count, char *to)
     return to;
 }
 
+/* The nibbles of a run as the vectors that its products take. */
+AE_INLINE void unfold(const code_run *b, const int form, vu_mem *to)
+{
+    for (int64_t u = 0; u < b->units; u++)
+        for (int j = 0; j < AE_STEPS; j++)
+            for (int odd = 0; odd <= AE_IS16(form); odd++, to += 2) {
+                vu w0, w1;
+                load_codes(b->codes + u * form_bytes(form), form, j, odd, &w0, &w1);
+                to[0] = w0;
+                to[1] = w1;
+            }
+}
+
 /* The same run, its codes taken apart and its scale as fp32, in scratch where they are not so already. */
 static code_run taken_apart(const code_job *job, const code_run *b, const ae_segment *s, char *scratch)
 {
@@ -112,15 +148,12 @@ static code_run taken_apart(const code_job *job, const code_run *b, const ae_seg
     code_run out = *b;
     vu_mem *to = (vu_mem *)scratch;
     out.streams = 0;
-    if (s->bits == 4 || AE_SPLIT) out.codes = (const uint8_t *)scratch;
-    for (int64_t u = 0; u < b->units && s->bits == 4; u++)
-        for (int j = 0; j < AE_STEPS; j++, to += 2) {
-            vu w0, w1;
-            load_codes(b->codes + u * form_bytes(AE_PACKED4), AE_PACKED4, j, 0, &w0, &w1);
-            to[0] = w0;
-            to[1] = w1;
-        }
-    for (int64_t i = 0; i < b->units * AE_STEPS * 2 && s->bits == 8 && AE_SPLIT; i++) {
+    out.codes = (const uint8_t *)scratch;
+    if (s->bits == 4 && is_wide(s))
+        unfold(b, AE_WIDE4, to);
+    else if (s->bits == 4)
+        unfold(b, AE_PACKED4, to);
+    for (int64_t i = 0; i < b->units * AE_STEPS * 2 && s->bits == 8; i++) {
         const vu v = ((const vu_mem *)b->codes)[i];
         to[4 * (i / 2) + i % 2] = signed_codes(alternate(v, 0));
         to[4 * (i / 2) + i % 2 + 2] = signed_codes(alternate(v, 1));
@@ -164,7 +197,8 @@ static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, 
 {
     const ae_linear_args *a = job->args;
     const int64_t width = ae_min(AE_PANEL, s->out_features - panel * AE_PANEL), out = first_out + panel * AE_PANEL;
-    const int apart = rows > AE_QR, form = (s->bits == 4 ? AE_PACKED4 : AE_PACKED8) + apart;
+    const int wide = is_wide(s), apart = rows > AE_QR;
+    const int form = wide ? (apart ? AE_APART16 : s->bits == 8 ? AE_WIDE8 : AE_WIDE4) : apart ? AE_BYTES4 : AE_PACKED4;
     const int64_t longest = apart ? units_of_run(job->units, form) : job->units;
     const scratch_layout at = scratch_of(job->units, job->block_rows);
     float *sums = (float *)(scratch + at.codes + 2 * at.scale);
@@ -180,9 +214,9 @@ static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, 
             for (int64_t i = 0; u == 0 && i < mr; i++)
                 __builtin_prefetch((char *)a->y + output_at(a, row + done + i, out), 1, 2);
             if (apart) fetch(next, bytes * done / rows, bytes * (done + mr) / rows);
-            const ae_x_unit *x = job->x + (row + done) * job->stride + u;
+            const ae_x_unit *x = job->x + (row + done) * job->at.stride + (wide ? job->at.wide : 0) + u;
             float *c = sums + (longest < job->units ? done * AE_PANEL : 0);
-            code_tiles[size][form][s->group == 16](&b, x, job->stride, c);
+            code_tiles[size][form][s->group == 16](&b, x, job->at.stride, c);
             if (u + units == job->units) store_rows(a, row + done, mr, out, width, c);
         }
     }
@@ -221,18 +255,14 @@ static void code_part(void *arg, int part, int parts)
 int AE_FN(linear_quantised)(ae_context *ctx, const ae_linear_args *a)
 {
     if (a->rows == 0) return AE_OK;
-    int codes16 = 0;
-    for (int64_t i = 0; i < ((const ae_quantised *)a->weight)->count; i++)
-        codes16 |= AE_SPLIT && ((const ae_quantised *)a->weight)->segments[i].bits == 8;
-    /* An odd number of lines: the rows of a tile do not fall into the same sets of the cache. */
-    const int64_t units = code_units(a->in_features), stride = (units * (1 + codes16)) | 1;
-    const int64_t row_bytes = stride * (int64_t)sizeof(ae_x_unit);
-    quantise_job first = {.args = a, .units = units, .stride = stride, .codes16 = codes16};
+    const x_layout at = x_layout_of(a->weight, a->in_features);
+    const int64_t units = at.units, row_bytes = at.stride * (int64_t)sizeof(ae_x_unit);
+    quantise_job first = {.args = a, .at = at};
     first.x = ae_pool_scratch(ctx->pool, AE_SHARED_A, (size_t)(a->rows * row_bytes));
     if (!first.x) return AE_NO_MEMORY;
     /* 32 K activations are about 5 us. */
     ae_pool_run(ctx->pool, quantise_part, &first, (int)ae_min(ae_parts(ctx, a->rows * a->in_features, 32768), a->rows));
-    code_job job = {.args = a, .x = first.x, .units = units, .stride = stride};
+    code_job job = {.args = a, .x = first.x, .at = at, .units = units};
     job.block_rows = ae_max(AE_QR, AE_BLOCK_BYTES / row_bytes / AE_QR * AE_QR);
     job.block_rows = ae_min(job.block_rows, ae_round_up(a->rows, AE_QR));
     /* 64 K weights are about 2 us of reading: less is not worth waking another thread for. */

@@ -1,14 +1,15 @@
 /* Integer weights in panels, activations in units of 32, and the integer product of the two.
  *
- * A unit of activations is 32 of a row, rounded to int8 with one scale: all of it is one cache line. A panel of codes
+ * A unit of activations is 32 of a row, rounded with one scale to int8, or to int16 for wide segments: those of codes of
+ * 8 bits and those marked precise. All of a unit is one cache line; int16 codes are another. A panel of codes
  * holds, per unit, 8 steps of 4 inputs of 2 VL outputs; a vector is VL outputs x 4 inputs as bytes.
  * Codes of 4 bits: one vector a step, low nibbles for the first VL outputs of the panel, high nibbles for the other VL.
  * Codes of 8 bits: two vectors a step, stored with 128 added; 128 times the sum of the activations is taken off.
  *
- * Products: VNNI and plain C multiply bytes into 32-bit sums. Where AE_SPLIT (AVX2, AVX-512 without VNNI) the machine
- * multiplies bytes into 16-bit sums, which a whole unit of nibbles cannot overflow (8 steps x 2 x 15 x 127 = 30,480);
- * codes of 8 bits are widened there, a step being two: inputs 0 and 2 of its four as 16-bit integers, then 1 and 3.
- * Every way yields the same integer.
+ * Products of bytes: VNNI and plain C multiply into 32-bit sums; where AE_SPLIT (AVX2, AVX-512 without VNNI) into 16-bit
+ * sums, which a whole unit of nibbles cannot overflow (8 steps x 2 x 15 x 127 = 30,480). Products of wide segments: codes
+ * become 16-bit integers, a step being two: inputs 0 and 2 of its four, then 1 and 3. Their 32-bit sums cannot overflow
+ * (32 x 255 x 32,767 = 267,378,720, and 128 taken off half of that). Every way yields the same integer.
  */
 #ifndef AE_QUANTISED_H
 #define AE_QUANTISED_H
@@ -20,7 +21,7 @@ enum { AE_UNIT = 32, AE_STEPS = 8, AE_OFFSET = 128 };
 
 /* [0]: of all 32 inputs; [1], [2]: of the first and the last 16. */
 typedef struct {
-    int8_t code[AE_UNIT];
+    int8_t code[AE_UNIT]; /* of a wide unit none: its int16 codes stand apart */
     float scale;
     float sums[3];      /* scale * sum of codes */
     int32_t offsets[3]; /* -AE_OFFSET * sum of codes */
@@ -45,6 +46,7 @@ typedef struct {
 #if AE_VL == 16 && defined(__AVX512VNNI__)
 #define AE_SPLIT 0
 AE_INLINE vi codes_step(vi sum, vu w, vu x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+AE_INLINE vi pairs_step(vi sum, vu w, vu x) { return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
 AE_INLINE vi codes_total(vi sum) { return sum; }
 
 #elif AE_VL == 16 && defined(__AVX512BW__)
@@ -69,6 +71,10 @@ AE_INLINE vi codes_step(vi sum, vu w, vu x)
     for (int b = 0; b < 32; b += 8) sum += (vi)((w >> b) & 255) * ((vi)(x << (24 - b)) >> 24);
     return sum;
 }
+AE_INLINE vi pairs_step(vi sum, vu w, vu x)
+{
+    return sum + ((vi)(w << 16) >> 16) * ((vi)(x << 16) >> 16) + ((vi)w >> 16) * ((vi)x >> 16);
+}
 AE_INLINE vi codes_total(vi sum) { return sum; }
 #endif
 
@@ -84,9 +90,8 @@ AE_INLINE void add_step(const int codes16, vi *sum0, vi *sum1, vu w0, vu w1, vu 
     *sum0 = codes16 ? *sum0 + p0 : add_16(*sum0, p0);
     *sum1 = codes16 ? *sum1 + p1 : add_16(*sum1, p1);
 #else
-    (void)codes16;
-    *sum0 = codes_step(*sum0, w0, x);
-    *sum1 = codes_step(*sum1, w1, x);
+    *sum0 = codes16 ? pairs_step(*sum0, w0, x) : codes_step(*sum0, w0, x);
+    *sum1 = codes16 ? pairs_step(*sum1, w1, x) : codes_step(*sum1, w1, x);
 #endif
     AE_PIN(*sum0);
     AE_PIN(*sum1);
@@ -96,6 +101,7 @@ AE_INLINE void add_step(const int codes16, vi *sum0, vi *sum1, vu w0, vu w1, vu 
 #define AE_PANEL (2 * AE_VL)
 #define AE_UNIT_BYTES(bits) ((bits) * AE_STEPS * AE_VL)
 
+AE_INLINE int is_wide(const ae_segment *s) { return s->bits == 8 || s->precise; }
 AE_INLINE int64_t code_units(int64_t in_features) { return (in_features + AE_UNIT - 1) / AE_UNIT; }
 AE_INLINE int64_t code_groups(int64_t in_features, int64_t group)
 {

@@ -37,13 +37,14 @@ typedef struct {
     int streams; /* the codes come from memory: ask for them ahead */
 } code_run;
 
-/* How codes are stored: packed, or taken apart for the products: bytes, or (AE_SPLIT) signed 16-bit integers. */
-enum { AE_PACKED4, AE_BYTES4, AE_PACKED8, AE_APART8, AE_FORMS };
-#define AE_IS16(form) (AE_SPLIT && (form) >= AE_PACKED8)
+/* How codes are stored and multiplied. By int8: packed nibbles, or those taken apart to bytes. By int16: packed nibbles or
+ * bytes, or either taken apart to signed 16-bit integers. */
+enum { AE_PACKED4, AE_BYTES4, AE_WIDE4, AE_WIDE8, AE_APART16, AE_FORMS };
+#define AE_IS16(form) ((form) >= AE_WIDE4)
 
 AE_INLINE int64_t form_bytes(const int form) /* of a unit */
 {
-    return (form == AE_PACKED4 ? 1 : form == AE_APART8 && AE_SPLIT ? 4 : 2) * AE_STEPS * 4 * AE_VL;
+    return (form == AE_PACKED4 || form == AE_WIDE4 ? 1 : form == AE_APART16 ? 4 : 2) * AE_STEPS * 4 * AE_VL;
 }
 
 AE_INLINE vu alternate(vu v, int odd) /* bytes 0 and 2 of each four as 16-bit integers, or 1 and 3 */
@@ -61,10 +62,16 @@ AE_INLINE void load_codes(const uint8_t *p, const int form, int step, int odd, v
         *w1 = (v[step] >> 4) & 0x0f0f0f0f;
         return;
     }
-    const int at = form == AE_APART8 && AE_SPLIT ? 2 * step + odd : step;
+    if (form == AE_WIDE4) {
+        const vu both = odd ? v[step] >> 8 : v[step];
+        *w0 = both & 0x000f000f;
+        *w1 = (both >> 4) & 0x000f000f;
+        return;
+    }
+    const int at = form == AE_APART16 ? 2 * step + odd : step;
     *w0 = v[2 * at];
     *w1 = v[2 * at + 1];
-    if (form == AE_PACKED8 && AE_SPLIT) {
+    if (form == AE_WIDE8) {
         *w0 = alternate(*w0, odd);
         *w1 = alternate(*w1, odd);
     }
@@ -139,8 +146,8 @@ AE_INLINE void add_products(const int mr, const int form, int step, int odd, con
 AE_INLINE void code_tile(const int mr, const int form, const int halves, const code_run *b, const ae_x_unit *x,
                          int64_t ldx, float *c)
 {
-    const int keep = mr <= AE_QR / 2, apart = form == AE_BYTES4 || (form == AE_APART8 && AE_SPLIT);
-    const int offset = form >= AE_PACKED8 && !apart;
+    const int keep = mr <= AE_QR / 2, apart = form == AE_BYTES4 || form == AE_APART16;
+    const int offset = form == AE_WIDE8;
     const int f16 = !apart && b->f16, streams = !apart && b->streams;
     const int64_t scale_bytes = AE_PANEL * (f16 ? 2 : 4), codes16 = b->codes16;
     const uint8_t *codes = b->codes;
@@ -201,18 +208,13 @@ typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, 
     }
 #define CODE_TILES(MR)                                                                                                \
     CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_BYTES4, 0, MR) CODE_TILE(AE_BYTES4, 1, MR) \
-    CODE_TILE(AE_PACKED8, 0, MR) CODE_TILE(AE_PACKED8, 1, MR)
+    CODE_TILE(AE_WIDE4, 0, MR) CODE_TILE(AE_WIDE4, 1, MR) CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR)       \
+    CODE_TILE(AE_APART16, 0, MR) CODE_TILE(AE_APART16, 1, MR)
 AE_EACH_QR(CODE_TILES)
-#if AE_SPLIT
-#define APART_TILES(MR) CODE_TILE(AE_APART8, 0, MR) CODE_TILE(AE_APART8, 1, MR)
-AE_EACH_QR(APART_TILES)
-#define APART_ENTRY(HALVES, MR) tile_AE_APART8_##HALVES##_##MR
-#else
-#define APART_ENTRY(HALVES, MR) tile_AE_PACKED8_##HALVES##_##MR
-#endif
 #define TILE_ENTRIES(MR)                                                                                              \
     {{tile_AE_PACKED4_0_##MR, tile_AE_PACKED4_1_##MR}, {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},                \
-     {tile_AE_PACKED8_0_##MR, tile_AE_PACKED8_1_##MR}, {APART_ENTRY(0, MR), APART_ENTRY(1, MR)}},
+     {tile_AE_WIDE4_0_##MR, tile_AE_WIDE4_1_##MR}, {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR},                      \
+     {tile_AE_APART16_0_##MR, tile_AE_APART16_1_##MR}},
 /* [as in tile_rows][form][groups of 16] */
 static const code_tile_fn code_tiles[][AE_FORMS][2] = {AE_EACH_QR(TILE_ENTRIES)};
 

@@ -46,9 +46,16 @@ def make(
     return Quantised(codes, scale, least if minimum else None, group, bits)
 
 
-def linear_of(*parts: Quantised, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> Linear:
+def linear_of(
+    *parts: Quantised, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float32, precise: bool = False
+) -> Linear:
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-    return Linear(torch.empty(shape, dtype=dtype, device="meta"), bias, parts)
+    return Linear(torch.empty(shape, dtype=dtype, device="meta"), bias, parts, precise)
+
+
+def packed_bytes(ops: NativeOps, parts: tuple[Quantised, ...], precise: bool) -> int:
+    size: int = ops.prepare(linear_of(*parts, precise=precise)).packed.block.size
+    return size
 
 
 def assert_near(y: torch.Tensor, expected: torch.Tensor) -> None:
@@ -65,8 +72,9 @@ def test_against_the_oracle(ops: NativeOps, size_in: int, bits: int, group: int,
     for out, rows in pairs if size_in < 576 else pairs[3::3]:
         part, bias = make(out, size_in, bits, group, minimum, half), torch.randn(out)
         x = torch.randn(rows, size_in, generator=torch.Generator().manual_seed(rows))
-        w = ops.prepare(linear_of(part, bias=bias))
-        assert_near(ops.linear(x, w), linear_quantised(x, [part], bias))
+        for precise in (False, True) if bits == 4 else (False,):
+            w = ops.prepare(linear_of(part, bias=bias, precise=precise))
+            assert_near(ops.linear(x, w), linear_quantised(x, [part], bias, precise))
 
 
 def test_bf16_in_and_out(ops: NativeOps) -> None:
@@ -82,18 +90,34 @@ def test_segments_of_several_formats(ops: NativeOps) -> None:
     """As in a fused qkv of a file whose v has more bits: each segment's outputs as if it stood alone."""
     parts = (make(40, 128), make(7, 128, 8, 16, False), make(33, 128, 4, 64), make(1, 128, 8, 0), make(64, 128, 8))
     bias, x = torch.randn(145), torch.randn(11, 128)
-    y = ops.linear(x, ops.prepare(linear_of(*parts, bias=bias)))
-    alone = [ops.linear(x, ops.prepare(linear_of(part))) for part in parts]
-    assert torch.equal(y, torch.cat(alone, -1) + bias)
+    for precise in (False, True):
+        y = ops.linear(x, ops.prepare(linear_of(*parts, bias=bias, precise=precise)))
+        alone = [ops.linear(x, ops.prepare(linear_of(part, precise=precise))) for part in parts]
+        assert torch.equal(y, torch.cat(alone, -1) + bias)
+    assert packed_bytes(ops, parts, True) == packed_bytes(ops, parts, False)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rows_threads_and_places_change_no_bit(ops_by_threads: dict[int, NativeOps], bits: int) -> None:
+@pytest.mark.parametrize(("bits", "precise", "rounding"), [(4, False, 2e-2), (4, True, 5e-5), (8, False, 5e-5)])
+def test_how_near_the_exact_product(ops: NativeOps, bits: int, precise: bool, rounding: float) -> None:
+    """8 bits of activations err by some 1 %, 16 by 256 times less; codes of 8 bits have the latter unasked."""
+    part, random = make(40, 576, bits), torch.Generator().manual_seed(1)
+    for rows in (1, 9):
+        x = torch.randn(rows, 576, generator=random)
+        exact = x.double() @ part.dequantise().double().T
+        error = (ops.linear(x, ops.prepare(linear_of(part, precise=precise))) - exact).norm() / exact.norm()
+        assert rounding / 100 < error < rounding
+    if bits == 8:
+        asked = ops.linear(x, ops.prepare(linear_of(part, precise=True)))
+        assert torch.equal(asked, ops.linear(x, ops.prepare(linear_of(part))))
+
+
+@pytest.mark.parametrize(("bits", "precise"), [(4, False), (4, True), (8, False)])
+def test_rows_threads_and_places_change_no_bit(ops_by_threads: dict[int, NativeOps], bits: int, precise: bool) -> None:
     parts = (make(200, 160, bits, 32, True), make(120, 160, 12 - bits, 16, True))
     x = torch.randn(300, 160)
     alone = None
     for ops in ops_by_threads.values():
-        w = ops.prepare(linear_of(*parts))
+        w = ops.prepare(linear_of(*parts, precise=precise))
         whole = ops.linear(x, w)
         if alone is None:
             alone = torch.cat([ops.linear(x[r : r + 1], w) for r in range(300)])
@@ -102,24 +126,32 @@ def test_rows_threads_and_places_change_no_bit(ops_by_threads: dict[int, NativeO
             assert torch.equal(ops.linear(x[first : first + rows], w), alone[first : first + rows])
 
 
-@pytest.mark.parametrize(("bits", "code"), [(4, 15), (4, 0), (8, -128), (8, 127), (8, -1)])
+@pytest.mark.parametrize(
+    ("bits", "code", "precise"),
+    [(4, 15, False), (4, 0, False), (4, 15, True), (4, 0, True), (8, -128, False), (8, 127, False), (8, -1, False)],
+)
 @pytest.mark.parametrize("group", [16, 32])
-def test_extremes_do_not_saturate(ops: NativeOps, bits: int, code: int, group: int) -> None:
-    """Everything is a power of two or 127 times one: the sums are exact in fp32 and so is the answer."""
+def test_extremes_do_not_saturate(ops: NativeOps, bits: int, code: int, precise: bool, group: int) -> None:
+    """Activations are the greatest codes themselves, scale 1: each integer sum is exact, then rounded once to fp32."""
     codes = torch.full((17, 64), code, dtype=torch.uint8 if bits == 4 else torch.int8)
-    w = ops.prepare(linear_of(Quantised(codes, torch.ones(17, 64 // group), None, group, bits)))
-    x = torch.full((3, 64), 127.0)
-    x[1] = -127.0
-    x[2, ::2] = -127.0
+    part = Quantised(codes, torch.ones(17, 64 // group), None, group, bits)
+    w = ops.prepare(linear_of(part, precise=precise))
+    x = torch.full((8, 64), 32767.0 if precise or bits == 8 else 127.0)
+    x[1] *= -1
+    x[2, ::2] *= -1
+    x[3, ::4] *= -1
+    x[4, 1::4] *= -1
+    x[5, :32] *= -1
     expected = (x.double() @ codes.double().T).float()
-    assert torch.equal(ops.linear(x, w), expected)
-    assert torch.equal(ops.linear(x * 0, w), torch.zeros(3, 17))
+    for rows in (1, 8):
+        torch.testing.assert_close(ops.linear(x[:rows], w), expected[:rows], rtol=1e-6, atol=0)
+        assert torch.equal(ops.linear(x[:rows] * 0, w), torch.zeros(rows, 17))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_not_finite_marks_its_row_alone(ops: NativeOps, bits: int, bad: float) -> None:
-    w = ops.prepare(linear_of(make(33, 96, bits)))
+@pytest.mark.parametrize(("bits", "precise"), [(4, False), (4, True), (8, False)])
+def test_what_is_not_finite_marks_its_row_alone(ops: NativeOps, bits: int, precise: bool, bad: float) -> None:
+    w = ops.prepare(linear_of(make(33, 96, bits), precise=precise))
     x = torch.randn(9, 96)
     clean = ops.linear(x, w)
     x[4, 50] = bad
@@ -131,9 +163,11 @@ def test_what_is_not_finite_marks_its_row_alone(ops: NativeOps, bits: int, bad: 
 def test_tiny_and_huge_activations(ops: NativeOps) -> None:
     part = make(9, 64)
     x = torch.randn(5, 64) * torch.tensor([1e-45, 1e-37, 1e-30, 1e30, 1e36]).unsqueeze(-1)
-    y = ops.linear(x, ops.prepare(linear_of(part)))
-    for row in range(5):
-        assert_near(y[row], linear_quantised(x, [part])[row])
+    for precise in (False, True):
+        y = ops.linear(x, ops.prepare(linear_of(part, precise=precise)))
+        expected = linear_quantised(x, [part], precise=precise)
+        for row in range(5):
+            assert_near(y[row], expected[row])
 
 
 @pytest.mark.parametrize(("bits", "group", "minimum", "half"), FORMATS)
