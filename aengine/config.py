@@ -106,7 +106,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check("max_num_seqs", self.max_num_seqs, 1, 65536, "rows")
-        _check("max_batched_tokens", self.max_batched_tokens, 1, 2**20, "tokens")
+        _check("max_batched_tokens", self.max_batched_tokens, 2, 2**20, "tokens")  # one to decode, one to prefill
         _check("max_waiting", self.max_waiting, 1, 2**20, "requests")
         _check("step_ms", self.step_ms, 0.0, 60_000.0, "ms")
         _check("depth", self.depth, 0, 2, "steps")

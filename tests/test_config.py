@@ -39,7 +39,7 @@ def test_defaults_are_a_working_configuration():
         (ServerConfig, "host", "", "empty"),
         (ServerConfig, "cors_origins", ("http://a", " "), "empty"),
         (SchedulerConfig, "max_num_seqs", 0, "[1, 65536]"),
-        (SchedulerConfig, "max_batched_tokens", 0, "[1, 1048576]"),
+        (SchedulerConfig, "max_batched_tokens", 1, "[2, 1048576]"),
         (SchedulerConfig, "max_waiting", 0, "[1, 1048576]"),
         (SchedulerConfig, "depth", 3, "[0, 2]"),
         (CacheConfig, "page_tokens", 0, "[1, 1024]"),

@@ -139,8 +139,9 @@ class TorchExecutor:
         assert media is not None, f"step {staged.step} brings images to a model that takes none"
         slots = staged.slots.tolist()
         for slot, message in media.place(staged.media).items():
-            if slot in slots:
-                outcome.failed[slots.index(slot)] = message
+            if slot not in slots:  # nobody would hear of it, and the item's pages have a name
+                raise RuntimeError(f"slot {slot} has no row in step {staged.step}, and {message}")
+            outcome.failed[slots.index(slot)] = message
 
     # ---- inputs
 

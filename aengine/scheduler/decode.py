@@ -82,8 +82,7 @@ def _grow_decode(scheduler: Scheduler, slot: int, build: PlanBuilder) -> bool:
     upto = int(scheduler.columns.scheduled[slot]) + 1
     if scheduler.grow(sequence, upto, build) is None:
         return False
-    if scheduler.recurrent:  # growth may have published a page that this row fills, and names a state it will write
-        build.pin(slot)
+    build.pin(slot)  # growth may have published a page that this row fills, or an item or a state that it computes
     return True
 
 

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from aengine.memory import Cross, Full, Pool, attention_group, plan
+from aengine.memory import Cross, Full, Media, Pool, attention_group, plan
 from aengine.prefix_cache import PrefixCache
 from aengine.scheduler import Scheduler
 from aengine.types import NO_END, MediaInput, Request, RequestMedia, SamplingParams, StepPlan, StepResult, TokenRules
+from tests.prefix_cache.layouts import attention, items, small_plan
 
 PAGE = 4
 FULL, CROSS = 0, 1
@@ -227,3 +228,38 @@ def test_a_request_waits_until_its_images_have_room() -> None:
         made.commit(result(step, {}))
     assert made.stats().preemptions == 0
     assert sum(shadow.computed.values()) == 3
+
+
+@pytest.mark.parametrize("lifetime", [Cross(), Media()], ids=["cross", "media"])
+def test_a_row_that_computes_an_item_is_not_preempted_in_the_same_plan(lifetime):
+    """A row with one token left grows an item's pages, which get their name; an older prompt then finds pages short.
+    Was the row taken out of the plan, nobody would compute what the name promises."""
+    cache = PrefixCache(Pool(small_plan([attention("full", Full()), items("items", lifetime)], 7)))
+    scheduler = Scheduler(cache, max_seqs=4, budget_tokens=8, max_tokens=64, page_tokens=4)
+    image = MediaInput(b"i" * 32, 4, {})
+    computed: set[int] = set()
+
+    def submit(handle: int, tokens: int, most: int, media: tuple[RequestMedia, ...] = ()) -> None:
+        ids = np.arange(tokens, dtype=np.int32) + 100 * handle
+        params, total = SamplingParams(max_tokens=most), tokens + most
+        scheduler.submit(Request(handle, str(handle), ids, params, TokenRules(), total, 0, media=media))
+
+    def step() -> None:
+        plan = scheduler.plan()
+        assert plan is not None
+        for placed in plan.media:
+            if placed.input is not None:
+                computed.update(placed.pages)
+            assert computed.issuperset(placed.pages), f"step {plan.step} reads an item that no step has computed"
+        tokens = np.full((len(plan.slots), 1), 7, np.int32)
+        scheduler.commit(StepResult(plan.step, tokens, np.minimum(plan.samples, 1).astype(np.int32)))
+        cache.check()
+
+    submit(1, 4, 6)
+    for _ in range(4):
+        step()
+    submit(2, 7, 1)
+    submit(3, 5, 2, (RequestMedia(image, 4),))
+    while scheduler.has_unfinished:
+        step()
+    assert computed

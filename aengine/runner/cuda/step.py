@@ -191,8 +191,9 @@ class CudaExecutor:
         media, slots = self.state.media, staged.plan.slots.tolist()
         assert media is not None, f"step {staged.plan.step} brings images to a model that takes none"
         for slot, message in media.place(staged.plan.media).items():
-            if slot in slots:
-                staged.failed[slots.index(slot)] = message
+            if slot not in slots:  # nobody would hear of it, and the item's pages have a name
+                raise RuntimeError(f"slot {slot} has no row in step {staged.plan.step}, and {message}")
+            staged.failed[slots.index(slot)] = message
 
     def _forward(self, staged: Staged) -> tuple[Tensor, Tensor | None]:
         """-> (hidden [T, D], bool [Q] of the relayed rows: the relay had no token)."""
