@@ -212,8 +212,8 @@ def signature(tree: ast.Module, owner: str, method: str) -> inspect.Signature:
 @pytest.fixture(scope="module")
 def package() -> Path:
     spec = find_spec("flashinfer")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("flashinfer-python is not installed")
+    assert spec is not None, "flashinfer-python is not installed (requirements-source.lock)"
+    assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0])
 
 
