@@ -108,6 +108,18 @@ async def _check(engine: AsyncEngine, golden: Golden, *, odd: int = 0) -> None:
     assert got[seeded] == golden.seeded[seeded]
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+async def test_depth(golden: Golden, depth: int) -> None:
+    async with AsyncEngine(config(depth=depth)) as engine:
+        await _check(engine, golden, odd=1)
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+async def test_budget(golden: Golden, budget: int) -> None:
+    async with AsyncEngine(config(max_batched_tokens=budget)) as engine:
+        await _check(engine, golden, odd=1)
+
+
 async def test_depth_0_and_a_budget_of_16(golden: Golden) -> None:
     async with AsyncEngine(config(depth=0, max_batched_tokens=16)) as engine:
         await _check(engine, golden)
