@@ -34,6 +34,17 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must look like, as the client wrote it.
+
+    `kind` and `source`: "json_object" (empty), "json_schema" (the schema as JSON text), "regex" (the pattern), "choice"
+    (a JSON list of strings), "lark" (a grammar in llguidance's Lark dialect).
+    """
+
+    kind: str
+    source: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen. Names follow vLLM's.
 
@@ -67,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words", "stop_token_ids"):
