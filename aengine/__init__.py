@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AsyncEngine": "aengine.engine.async_engine",
+    "AsyncClient": "aengine.client.async_client",
     "LLM": "aengine.engine.llm",
     "RequestStream": "aengine.engine.stream",
     "describe_pages": "aengine.engine.build",
@@ -34,11 +35,14 @@ _PUBLIC = {
     "QueueFull": "aengine.errors",
     "EngineDead": "aengine.errors",
     "StepFailed": "aengine.errors",
+    "ServerUnreachable": "aengine.errors",
+    "Grammar": "aengine.types",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
+    from aengine.client.async_client import AsyncClient as AsyncClient
     from aengine.config import CacheConfig as CacheConfig
     from aengine.config import DeviceConfig as DeviceConfig
     from aengine.config import EngineConfig as EngineConfig
@@ -54,9 +58,11 @@ if TYPE_CHECKING:
     from aengine.errors import EngineDead as EngineDead
     from aengine.errors import InvalidRequest as InvalidRequest
     from aengine.errors import QueueFull as QueueFull
+    from aengine.errors import ServerUnreachable as ServerUnreachable
     from aengine.errors import StepFailed as StepFailed
     from aengine.types import CompletionOutput as CompletionOutput
     from aengine.types import FinishReason as FinishReason
+    from aengine.types import Grammar as Grammar
     from aengine.types import OutputDelta as OutputDelta
     from aengine.types import RequestOutput as RequestOutput
     from aengine.types import SamplingParams as SamplingParams

@@ -7,7 +7,8 @@ Invariants: the message names the offending value and the limit it broke; `param
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 
 class AengineError(Exception):
@@ -119,3 +120,29 @@ class ConfigError(AengineError):
 
 class ModelLoadError(AengineError):
     """A model's files are missing, malformed or of an unsupported kind."""
+
+
+class ServerUnreachable(AengineError):
+    """A client got no answer, or only a part of one."""
+
+    status = 502
+    type = "server_error"
+    code = "server_unreachable"
+
+
+def error_from_wire(status: int, error: Mapping[str, Any], retry_after_s: int | None = None) -> AengineError:
+    """What an envelope's inside ({message, type, param, code}) stands for: by its code, else by its status."""
+    message = str(error.get("message") or f"the server answered {status}")
+    code, param = error.get("code"), error.get("param")
+    kinds = list(_kinds(AengineError))
+    named = [kind for kind in kinds if code is not None and kind.code == code]
+    plain = [kind for kind in kinds if kind.status == status and kind.code is None]
+    fallen = [kind for kind in kinds if kind.status == status]
+    kind = next(iter(named or plain or fallen), InvalidRequest if 400 <= status < 500 else AengineError)
+    return kind(message, param=None if param is None else str(param), retry_after_s=retry_after_s)
+
+
+def _kinds(base: type[AengineError]) -> Iterator[type[AengineError]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)

@@ -27,8 +27,9 @@ ROOMS = {
     "runner": BASE | {"kernels", "models", "memory"},
     "engine": BASE | {"metrics", "memory", "prefix_cache", "scheduler", "models", "runner", "kernels"},
     "server": BASE,
+    "client": BASE,
     "cli": BASE | {"server", "__init__"},
-    "__init__": BASE | {"engine"},
+    "__init__": BASE | {"engine", "client"},
 }
 EXTRA_EDGES = {"memory/arena.py": {"kernels"}}  # the one file of its room that holds tensors
 HEAVY = {"torch", "transformers", "aiohttp", "asyncio", "tokenizers"}
@@ -46,6 +47,7 @@ FORBIDDEN = {
     "engine": {"aiohttp"},
     "server": {"torch", "transformers", "tokenizers"},
     "cli": {"torch", "transformers", "tokenizers"},
+    "client": {"torch", "transformers", "tokenizers"},
     "__init__": HEAVY,
 }
 ALLOWED_HEAVY = {"memory/arena.py": {"torch"}}

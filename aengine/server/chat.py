@@ -16,6 +16,7 @@ from aengine.server.chat_frames import ChatFrames, ChunkOptions, chat_answer
 from aengine.server.context import CONTEXT, IGNORED
 from aengine.server.envelope import json_response
 from aengine.server.jobs import JobHead, collect, submit
+from aengine.server.logprobs import TokenIds
 from aengine.server.prompts import chat_prompt
 from aengine.server.sampling import chat_sampling, renamed
 from aengine.server.schemas import ChatBody, GenerationBody
@@ -72,4 +73,5 @@ def chunk_options(body: GenerationBody, *, logprobs: bool) -> ChunkOptions:
         running_usage=bool(asked and asked.continuous_usage_stats),
         token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
+        names=TokenIds() if body.return_tokens_as_token_ids else None,
     )

@@ -20,12 +20,16 @@ from aengine.types import OutputDelta
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """`usage`: one usage chunk at the end; `running_usage`: usage in every chunk; `token_ids`: ids beside the text."""
+    """`usage`: one usage chunk at the end; `running_usage`: usage in every chunk; `token_ids`: ids beside the text.
+
+    `names`: what log-probabilities call tokens; None: by their text.
+    """
 
     usage: bool = False
     running_usage: bool = False
     token_ids: bool = False
     logprobs: bool = False
+    names: TokenTexts | None = None
 
 
 class ChatFrames:
@@ -34,7 +38,7 @@ class ChatFrames:
     def __init__(self, job: Job, options: ChunkOptions, text: TokenTexts) -> None:
         self._job = job
         self._options = options
-        self._text = text
+        self._text = options.names or text
         head = job.head
         fixed = {
             "id": head.id,
@@ -123,7 +127,7 @@ def _choice(choice: Choice, options: ChunkOptions, text: TokenTexts) -> dict[str
     out = {
         "index": choice.index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": chat_logprobs(choice.logprobs, text) if options.logprobs else None,
+        "logprobs": chat_logprobs(choice.logprobs, options.names or text) if options.logprobs else None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }

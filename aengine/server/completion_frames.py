@@ -44,7 +44,7 @@ class CompletionFrames:
     def __init__(self, job: Job, options: CompletionOptions, text: TokenTexts) -> None:
         self._job = job
         self._options = options
-        self._progress = [_Progress(CompletionLogprobs(text)) for _ in range(job.choices)]
+        self._progress = [_Progress(CompletionLogprobs(text, options.chunk.names)) for _ in range(job.choices)]
         self._fixed = b"data: " + encode_json(_fixed(job))[:-1]
         self._heads = [self._fixed + b',"choices":[{"index":%d,"text":' % i for i in range(job.choices)]
 
@@ -183,4 +183,4 @@ def _logprobs(
     if options.echoes is not None:
         ids = [*prompt_ids, *ids]
         entries = [*(prompt_entries or ()), *entries]
-    return CompletionLogprobs(text).form(ids, entries)
+    return CompletionLogprobs(text, options.chunk.names).form(ids, entries)

@@ -28,11 +28,23 @@ def chat_logprobs(entries: Iterable[TokenLogprob], text: TokenTexts) -> dict[str
 
 def _chat_entry(entry: TokenLogprob, text: TokenTexts) -> dict[str, Any]:
     top = [_chat_token(token, value, text) for token, value in entry.top]
-    return {**_chat_token(entry.token_id, entry.logprob, text), "top_logprobs": top}
+    own = _chat_token(entry.token_id, entry.logprob, text)
+    return {**own, "rank": entry.rank, "top_logprobs": top}
 
 
 def _chat_token(token: int, value: float, text: TokenTexts) -> dict[str, Any]:
     return {"token": text.token_text(token), "logprob": _finite(value), "bytes": list(text.token_bytes(token))}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Names tokens by id ("token_id:7"), for clients that asked so: texts of two tokens may be the same."""
+
+    def token_text(self, id: int) -> str:
+        return f"token_id:{id}"
+
+    def token_bytes(self, id: int) -> bytes:
+        return b""
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob | None] | None, text: TokenTexts) -> list[dict[str, Any] | None]:
@@ -51,9 +63,14 @@ def _prompt_entry(entry: TokenLogprob, text: TokenTexts) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class CompletionLogprobs:
-    """The completions form, built piece by piece. `offset` is where the next token's text begins."""
+    """The completions form, built piece by piece. `offset` is where the next token's text begins.
+
+    `names`: what tokens are called; None: by their text. With names of their own come two columns of ours: `ranks`, and
+    `top_counts`, how many of a token's `top_logprobs` were asked for (the chosen token may follow them).
+    """
 
     text: TokenTexts
+    names: TokenTexts | None = None
     offset: int = 0
 
     def form(self, ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
@@ -62,18 +79,22 @@ class CompletionLogprobs:
         for token in ids:
             offsets.append(self.offset)
             self.offset += len(self.text.token_text(token))
-        return {
-            "tokens": [label(token, self.text) for token in ids],
+        form: dict[str, Any] = {
+            "tokens": [label(token, self.names or self.text) for token in ids],
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
             "text_offset": offsets,
         }
+        if self.names is not None:
+            form["ranks"] = [None if entry is None else entry.rank for entry in entries]
+            form["top_counts"] = [None if entry is None else len(entry.top) for entry in entries]
+        return form
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """The best tokens and the chosen one, which may not be among them. Two tokens of one text: the better stays."""
         out: dict[str, float] = {}
         for token, value in (*entry.top, (entry.token_id, entry.logprob)):
-            name = label(token, self.text)
+            name = label(token, self.names or self.text)
             out[name] = max(_finite(value), out.get(name, LEAST))
         return out
 

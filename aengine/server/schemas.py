@@ -58,6 +58,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class ImageUrl(msgspec.Struct, frozen=True, kw_only=True):
