@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "start the server: OpenAI-compatible API and a chat page",
     "chat": "chat with a model in the terminal",
     "generate": "complete one prompt and print the text",
+    "batch": "answer a file of requests (OpenAI batch format)",
     "bench": "measure a running server",
     "doctor": "show what this machine offers and what is wrong",
 }
