@@ -148,6 +148,9 @@ class DeviceConfig:
         90.0, "share of the CUDA device's memory for weights, KV pages and activations"
     )
     sim_step_s: float = _setting(0.0, "seconds a step takes on the sim device")
+    sim_profile: str | None = _setting(
+        None, "sim: take the modelled time of a device and model pair (h100-llama8b, 8xh100-llama70b)"
+    )
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, ("auto", "cpu", "cuda", "sim"))
