@@ -12,6 +12,7 @@ const purify = window.DOMPurify;
 const ALLOWED = {
   ALLOWED_TAGS: "a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre strong table tbody td th thead tr ul".split(" "),
   ALLOWED_ATTR: ["href", "align", "start", "class"],
+  ADD_URI_SAFE_ATTR: ["align", "start"], // the expression below is for addresses
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,

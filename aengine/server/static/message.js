@@ -72,10 +72,11 @@ export class AnswerView {
     if (run) return;
     const button = iconButton("copy", "Copy the answer", () => copy(button, node.content));
     if (node.content) this.meta.prepend(button);
-    if (!running) this.meta.append(iconButton("again", "Another answer", () => this.act.again(node)));
+    const nothing = !node.content && (node.error || node.finish === "stopped"); // then the notice has the button
+    if (!running && !nothing) this.meta.append(iconButton("again", "Another answer", () => this.act.again(node)));
     const ended = { length: "cut at the token limit", stopped: "stopped" }[node.finish];
     if (ended && node.content && !running) this.meta.append(el("button", { type: "button", class: "quiet", onclick: () => this.act.resume(node) }, "Go on"));
-    const figures = [node.figures, ended].filter(Boolean).join(" · ");
+    const figures = [node.figures, node.content && ended].filter(Boolean).join(" · ");
     if (figures) this.meta.append(el("span", { class: "figures" }, figures));
   }
 
@@ -110,7 +111,7 @@ export class AnswerView {
     const answer = el("textarea", { rows: 1, class: "code", placeholder: "What the tool answers", "aria-label": `Result of ${call.name}` });
     answer.addEventListener("input", () => fit(answer));
     const give = (event) => { event.preventDefault(); this.act.result(this.node, call, answer.value); };
-    box.append(el("form", { onsubmit: give }, answer, el("button", {}, "Give")));
+    box.append(el("form", { onsubmit: give }, answer, el("button", {}, "Send result")));
     return box;
   }
 
@@ -125,7 +126,7 @@ export class AnswerView {
       if (node.error.status === 401) again.unshift(["Enter the key", act.key]);
       return [notice(node.error.message, true, ...again)];
     }
-    return node.finish === "stopped" && !node.content && !node.reasoning ? [notice("Stopped before the first word.", false)] : [];
+    return node.finish === "stopped" && !node.content && !node.reasoning ? [notice("Stopped before the first word.", false, ...(running ? [] : [["Ask again", () => act.retry(node)]]))] : [];
   }
 }
 

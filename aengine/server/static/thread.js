@@ -28,7 +28,10 @@ export class Thread {
     chats.addEventListener("change", () => this.draw());
     chats.addEventListener("progress", ({ detail }) => this._grew(detail));
     chats.addEventListener("end", ({ detail }) => this._ended(detail));
-    $("scroll").addEventListener("scroll", () => { $("latest").hidden = this.atEnd(); }, { passive: true });
+    this.atLatest = true;
+    $("scroll").addEventListener("scroll", () => { $("latest").hidden = this.atLatest = this.atEnd(); }, { passive: true });
+    // A field that grows, a phone's keyboard, the line of a loading server: the end stays in view.
+    new ResizeObserver(() => { if (this.atLatest) this.toEnd(); }).observe($("scroll"));
     $("latest").addEventListener("click", () => this.toEnd());
   }
 
