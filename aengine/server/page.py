@@ -2,9 +2,9 @@
 
 Owns: the one HTML file, its styles, scripts and vendored libraries, their security headers.
 Does not know: what the page does; it speaks the public API like any client.
-Invariants: the files are read once, so that no request reaches the file system; the page needs nothing but them and this
-server: its policy allows scripts, styles and calls of its own origin, no inline code, and strings become markup only in
-the sanitiser's policy.
+Invariants: the files are read once, so that no request reaches the file system; the page needs nothing but them and
+this server: its policy allows scripts, styles and calls of its own origin, no inline code, and strings become markup
+only in the sanitiser's policy.
 """
 
 from __future__ import annotations

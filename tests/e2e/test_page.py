@@ -129,8 +129,18 @@ async def test_hostile_output_is_inert_and_nothing_else_is_asked(tab: Page) -> N
         await ask(tab, HOSTILE)
         await tab.js("document.querySelectorAll('.message a:not([href^=https])').forEach((link) => link.click())")
         bad = "script, img, svg:not(.icon svg), style, iframe, form, [onerror], [onclick], [style]:not(textarea)"
-        assert await tab.js(f"[...document.querySelectorAll('.message')].flatMap((m) => [...m.querySelectorAll('{bad}')]).length") == 0
-        assert await tab.js("[...document.querySelectorAll('.md [class]')].filter((n) => n.matches('.md .message')).length") == 0
+        assert (
+            await tab.js(
+                f"[...document.querySelectorAll('.message')].flatMap((m) => [...m.querySelectorAll('{bad}')]).length"
+            )
+            == 0
+        )
+        assert (
+            await tab.js(
+                "[...document.querySelectorAll('.md [class]')].filter((n) => n.matches('.md .message')).length"
+            )
+            == 0
+        )
         links = await tab.js("[...document.querySelectorAll('.message a[href]')].map((link) => link.protocol)")
         assert set(links) <= {"https:"}
         assert await tab.js("window.broken") is None
@@ -166,7 +176,9 @@ async def test_versions_of_answers_and_questions(tab: Page) -> None:
 async def test_thoughts_tools_and_settings(tab: Page) -> None:
     call = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": '{"city": '}}
     rest = {"index": 0, "function": {"arguments": '"Paris"}'}}
-    first = Reply([{"reasoning_content": "hidden "}, "Look:", {"tool_calls": [call]}, {"tool_calls": [rest]}], "tool_calls")
+    first = Reply(
+        [{"reasoning_content": "hidden "}, "Look:", {"tool_calls": [call]}, {"tool_calls": [rest]}], "tool_calls"
+    )
     async with scripted(Script([first, Reply(["21 degrees"])])) as script:
         await tab.open(script.url)
         await tab.click("#open-settings")
@@ -244,10 +256,11 @@ async def test_conversations_by_keyboard(tab: Page) -> None:
         await tab.call("Input.insertText", text="Fruit")
         await tab.key("Enter")
         assert await tab.js(names) == ["Fruit"]  # what is in it is searched too
-        await tab.js("document.querySelector('#search').value = ''; document.querySelector('#search').dispatchEvent(new Event('input'))")
+        await tab.js("document.querySelector('#search').select(); document.execCommand('delete')")
         assert await tab.js(names) == ["About pears", "Fruit"]
         await tab.js(
-            "window.saved = ''; URL.createObjectURL = (blob) => { blob.text().then((text) => window.saved = text); return '#'; }"
+            "window.saved = '';"
+            "URL.createObjectURL = (blob) => { blob.text().then((text) => window.saved = text); return '#'; }"
         )
         await tab.click("#export")
         await tab.until("window.saved")
@@ -265,7 +278,9 @@ async def test_conversations_by_keyboard(tab: Page) -> None:
 
 
 async def test_on_a_phone_and_in_the_dark(tab: Page, shots: Path) -> None:
-    wide = "| " + " | ".join(f"column{i}" for i in range(20)) + " |\n" + "|--" * 20 + "|\n\n```\n" + "x" * 300 + "\n```\n"
+    wide = (
+        "| " + " | ".join(f"column{i}" for i in range(20)) + " |\n" + "|--" * 20 + "|\n\n```\n" + "x" * 300 + "\n```\n"
+    )
     async with scripted(Script([Reply([wide, "w" * 400])])) as script:
         await tab.size(320, 640)
         await tab.prefers("dark")
@@ -295,7 +310,8 @@ async def test_images_when_the_model_takes_them(tab: Page) -> None:
         await tab.until("!document.querySelector('#attach').hidden")
         await tab.js(
             "(async () => { const canvas = new OffscreenCanvas(3000, 20); canvas.getContext('2d').fillRect(0, 0, 9, 9);"
-            " const files = new DataTransfer(); files.items.add(new File([await canvas.convertToBlob()], 'a.png', {type: 'image/png'}));"
+            " const file = new File([await canvas.convertToBlob()], 'a.png', {type: 'image/png'});"
+            " const files = new DataTransfer(); files.items.add(file);"
             " const field = document.querySelector('#image-file'); field.files = files.files;"
             " field.dispatchEvent(new Event('change')); })()"
         )
