@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from aengine.config import EngineConfig
+from aengine.errors import InvalidRequest
 from aengine.types import RequestOutput, SamplingParams
 
 T = TypeVar("T")
@@ -39,6 +42,28 @@ class Engine(Protocol):
     def chat(self, messages: Messages, sampling: SamplingParams, /) -> AsyncIterator[RequestOutput]: ...
     @property
     def report(self) -> Report: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer so far, from whatever gives answers. `ttft_s`: None until the first token."""
+
+    text: str
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float | None = None
+    reasoning: str = ""
+
+
+class Chatter(Protocol):
+    """What a conversation is held with. Closing the generator early aborts the answer."""
+
+    @property
+    def model(self) -> str: ...
+    def models(self) -> tuple[str, ...]: ...
+    def use(self, name: str, /) -> None: ...
+    def answers(self, messages: Messages, sampling: SamplingParams, /) -> Generator[Answer, None, None]: ...
 
 
 Factory = Callable[[EngineConfig], Engine]
@@ -99,6 +124,24 @@ class EngineThread:
         finally:
             pump.cancel()
             concurrent.futures.wait([pump])
+
+    @property
+    def model(self) -> str:
+        return self._config.model.model
+
+    def models(self) -> tuple[str, ...]:
+        return (self.model,)
+
+    def use(self, name: str) -> None:
+        if name != self.model:
+            raise InvalidRequest(f"this process holds {self.model}; start `aengine chat {name}` for another model")
+
+    def answers(self, messages: Messages, sampling: SamplingParams) -> Generator[Answer, None, None]:
+        with contextlib.closing(self.chat(messages, sampling)) as outputs:
+            for output in outputs:
+                choice = output.outputs[0]
+                prompt = len(output.prompt_token_ids)
+                yield Answer(choice.text, len(choice.token_ids), prompt, output.num_cached_tokens, output.ttft_s)
 
     async def _open(self) -> None:
         self._engine = self._factory(self._config)

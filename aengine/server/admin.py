@@ -39,6 +39,7 @@ def _card(model: ModelFacts, name: str) -> dict[str, Any]:
         "root": model.names[0],
         "parent": None,
         "max_model_len": model.max_model_len,
+        "input_modalities": ["text", "image"] if model.takes_images else ["text"],
     }
 
 

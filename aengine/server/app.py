@@ -16,7 +16,7 @@ from aengine.server.completions import completions, embeddings
 from aengine.server.context import CONTEXT, ServerContext
 from aengine.server.edge import add_headers, edge
 from aengine.server.facade import Engine
-from aengine.server.page import page_handler
+from aengine.server.page import add_page
 
 
 def create_app(engine: Engine, config: ServerConfig) -> web.Application:
@@ -24,7 +24,7 @@ def create_app(engine: Engine, config: ServerConfig) -> web.Application:
     app = web.Application(middlewares=[edge], client_max_size=config.max_body_bytes)
     app[CONTEXT] = ServerContext(engine, config)
     app.on_response_prepare.append(add_headers)
-    app.router.add_get("/", page_handler())
+    add_page(app.router)
     app.router.add_get("/health", admin.health)
     app.router.add_get("/metrics", admin.metrics)
     app.router.add_get("/version", admin.version)

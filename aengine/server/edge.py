@@ -18,6 +18,7 @@ from aiohttp import web
 from aengine.errors import AengineError, AuthenticationFailed, BodyTooLarge, InvalidRequest, MethodNotAllowed, NotFound
 from aengine.server.context import CONTEXT, IGNORED, REQUEST_ID, ServerContext
 from aengine.server.envelope import error_response, shorten
+from aengine.server.page import PREFIX
 
 log = logging.getLogger("aengine.server")
 
@@ -39,7 +40,7 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     if request.method == "OPTIONS":
         return _preflight(request, context)
     try:
-        if request.path not in OPEN_PATHS:
+        if request.path not in OPEN_PATHS and not request.path.startswith(PREFIX):
             check_key(request, context.config.api_key)
         return await handler(request)
     except AengineError as error:

@@ -1,66 +1,97 @@
-"""The chat page at `/`.
+"""The chat page at `/` and its files under `/static/`.
 
-Owns: the one HTML file, its security headers.
+Owns: the one HTML file, its styles, scripts and vendored libraries, their security headers.
 Does not know: what the page does; it speaks the public API like any client.
-Invariants: the page needs nothing but itself and this server: its policy allows its own script and style by their
-hashes, calls to its own origin, and nothing else.
+Invariants: the files are read once, so that no request reaches the file system; the page needs nothing but them and
+this server: its policy allows scripts, styles and calls of its own origin, no inline code, and strings become markup
+only in the sanitiser's policy.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 
-PAGE = Path(__file__).parent / "static" / "index.html"
+from aengine.errors import NotFound
+from aengine.server.envelope import shorten
+
+STATIC = Path(__file__).parent / "static"
+PREFIX = "/static/"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".md": "text/plain; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
+}
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types dompurify",
+    )
+)
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def page_handler() -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Reads the page once and returns the handler for GET and HEAD."""
-    html = PAGE.read_text(encoding="utf-8")
-    body = html.encode()
-    etag = hashlib.sha256(body).hexdigest()[:16]
-    headers = {
-        "Content-Type": "text/html; charset=utf-8",
-        "Cache-Control": "no-cache",
-        "Content-Security-Policy": content_security_policy(html),
-        "X-Content-Type-Options": "nosniff",
-        "X-Frame-Options": "DENY",
-        "Referrer-Policy": "no-referrer",
-    }
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    body: bytes
+    type: str
+    etag: str
+
+
+def read_files() -> Mapping[str, StaticFile]:
+    """Every file of the page by its path under the static folder."""
+    paths = (path for path in sorted(STATIC.rglob("*")) if path.suffix in TYPES)
+    return {path.relative_to(STATIC).as_posix(): _read(path) for path in paths}
+
+
+def _read(path: Path) -> StaticFile:
+    body = path.read_bytes()
+    return StaticFile(body, TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:16])
+
+
+def add_page(router: web.UrlDispatcher) -> None:
+    """Reads the files and adds their routes, for GET and HEAD."""
+    files = read_files()
 
     async def page(request: web.Request) -> web.StreamResponse:
-        response = web.Response(body=body, headers=headers)
-        response.etag = etag
-        if any(known.value == etag for known in request.if_none_match or ()):
-            response.body = None
-            response.set_status(304)
-        return response
+        return _answer(request, files["index.html"])
 
-    return page
+    async def static(request: web.Request) -> web.StreamResponse:
+        file = files.get(request.match_info["path"])
+        if file is None:
+            raise NotFound(f"there is no {shorten(request.path, 200)}")
+        return _answer(request, file)
 
-
-def content_security_policy(html: str) -> str:
-    """Allows exactly the inline script and style that stand in `html`."""
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {_hashes(html, 'script')}",
-            f"style-src {_hashes(html, 'style')}",
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        )
-    )
+    router.add_get("/", page)
+    router.add_get(PREFIX + "{path:.+}", static)
 
 
-def _hashes(html: str, tag: str) -> str:
-    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() for block in blocks)
-    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+def _answer(request: web.Request, file: StaticFile) -> web.Response:
+    known = any(tag.value == file.etag for tag in request.if_none_match or ())
+    headers = {**HEADERS, "Content-Type": file.type}
+    response = web.Response(headers=headers, status=304) if known else web.Response(body=file.body, headers=headers)
+    response.etag = file.etag
+    return response

@@ -12,6 +12,12 @@ from aengine.types import SamplingParams
 from tests.cli.fakes import FakeEngine
 
 
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch):
+    """Saved conversations of tests stay with them."""
+    monkeypatch.setenv("AENGINE_HOME", str(tmp_path))
+
+
 def converse(engine, script, *argv):
     """Play `script`: lines to type, or exceptions that `input` raises."""
     left = iter([*script, EOFError()])
@@ -141,3 +147,59 @@ def test_an_error_inside_the_engine_reaches_the_main_thread():
         pytest.raises(Exception, match="1 messages, 0 fit"),
     ):
         list(thread.chat([{"role": "user", "content": "a"}], SamplingParams()))
+
+
+def test_another_answer_and_taking_back(capsys):
+    engine = FakeEngine()
+    converse(engine, ["/regen", "/undo", "abc", "/regen", "de", "/undo", "f"])
+    assert conversations(engine) == [
+        ["user: abc"],
+        ["user: abc"],
+        ["user: abc", "assistant: cba", "user: de"],
+        ["user: abc", "assistant: cba", "user: f"],
+    ]
+    err = capsys.readouterr().err
+    assert "there is no question yet" in err
+    assert "taken back: de" in err
+
+
+def test_settings_reach_the_sampling_and_wrong_ones_do_not(capsys):
+    engine = FakeEngine()
+    wrong = ["/set top_p 7", "/set top_k many", "/set frob 1"]
+    converse(engine, ["/set top_k 40", r"/set stop \n\n", *wrong, "a", "/set top_k", "b"])
+    first, second = (entry[2] for entry in engine.log if entry[0] == "chat")
+    assert (first.top_k, first.stop, first.top_p, first.temperature) == (40, ("\n\n",), 1.0, 0.7)
+    assert second.top_k == 0
+    err = capsys.readouterr().err
+    assert "top_p is 7.0, not in (0.0, 1.0]" in err
+    assert "top_k: 'many' is not a number" in err
+    assert "there is no setting 'frob'" in err
+
+
+def test_saved_conversations_go_on(capsys):
+    converse(FakeEngine(), ["/set seed 5", "abc", "/save first", "/save ../out", "de"], "--system", "be brief")
+    engine = FakeEngine()
+    converse(engine, ["/sessions", "/load first", "f", "/load none"], "--resume")
+    assert conversations(engine) == [["system: be brief", "user: abc", "assistant: cba", "user: f"]]
+    assert next(entry[2].seed for entry in engine.log if entry[0] == "chat") == 5
+    err = capsys.readouterr().err
+    assert "'../out' is no name" in err
+    assert "last\nfirst\n" in err
+    assert "there is no saved conversation 'none'" in err
+
+
+def test_a_file_that_is_no_conversation_is_refused(tmp_path, capsys):
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "odd.json").write_text('{"messages": 3}')
+    converse(FakeEngine(), ["/load odd"])
+    assert "not a saved conversation" in capsys.readouterr().err
+
+
+def test_several_lines_and_totals(capsys):
+    engine = FakeEngine()
+    converse(engine, ["/stats", '"""one', "two", 'three"""', "b", "/stats", "/model", "/model other"])
+    assert conversations(engine)[0] == ["user: one\ntwo\nthree"]
+    err = capsys.readouterr().err
+    assert "no answers yet" in err
+    assert "2 answers · 6 prompt tokens (0 cached) · 14 tokens" in err
+    assert "start `aengine chat other`" in err

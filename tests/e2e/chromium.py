@@ -7,8 +7,10 @@ import base64
 import contextlib
 import json
 import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--remote-debugging-port=0",
-    "--window-size=1000,800",
+    "--window-size=1100,800",
 )
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "ArrowUp": (38, ""), "O": (79, "")}
+CONTROL, SHIFT = 2, 8
 
 
 def browser() -> str | None:
@@ -34,30 +38,47 @@ def browser() -> str | None:
 
 
 class Page:
+    """One tab. `requested`: the addresses it asked for; `faults`: what it logged as errors or threw."""
+
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._next = 0
+        self.requested: list[str] = []
+        self.faults: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._next += 1
         await self._socket.send_json({"id": self._next, "method": method, "params": params})
         while True:
             message = await self._socket.receive_json(timeout=60)
+            self._note(message.get("method"), message.get("params", {}))
             if message.get("id") == self._next:
                 assert "error" not in message, message
                 return dict(message["result"])
+
+    def _note(self, method: str | None, params: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.requested.append(params["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.faults.append(str(params["exceptionDetails"]))
+        elif method == "Log.entryAdded" and params["entry"]["source"] == "security":
+            self.faults.append(params["entry"]["text"])
 
     async def js(self, expression: str) -> Any:
         answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 60) -> Any:
+    async def until(self, expression: str, seconds: float = 20) -> None:
         """Wait until a JavaScript expression is truthy."""
         async with asyncio.timeout(seconds):
-            while not (value := await self.js(expression)):
-                await asyncio.sleep(0.05)
-        return value
+            while not await self.js(f"Boolean({expression})"):
+                await asyncio.sleep(0.02)
+
+    async def open(self, url: str, state: str = "ready") -> None:
+        """The chat page, once it shows that state of the server."""
+        await self.call("Page.navigate", url=url)
+        await self.until(f"document.querySelector('#status')?.dataset.state === '{state}'")
 
     async def type(self, selector: str, text: str) -> None:
         await self.js(f"document.querySelector({json.dumps(selector)}).focus()")
@@ -66,42 +87,63 @@ class Page:
     async def click(self, selector: str) -> None:
         await self.js(f"document.querySelector({json.dumps(selector)}).click()")
 
-    async def key(self, key: str, code: int) -> None:
+    async def key(self, key: str, modifiers: int = 0) -> None:
+        code, text = KEYS[key]
         for kind in ("keyDown", "keyUp"):
-            text = "\r" if key == "Enter" and kind == "keyDown" else ""
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
+            fields = {"key": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+            await self.call("Input.dispatchKeyEvent", type=kind, text=text if kind == "keyDown" else "", **fields)
+
+    async def size(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    async def prefers(self, scheme: str) -> None:
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        await self.call("Emulation.setEmulatedMedia", features=[feature])
 
     async def screenshot(self, path: Path) -> None:
         answer = await self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(answer["data"]))
 
 
-@contextlib.asynccontextmanager
-async def open_page(url: str) -> AsyncIterator[Page]:
+@contextlib.contextmanager
+def running_browser() -> Iterator[int]:
+    """A browser; gives the port that its tabs are driven through."""
     program = browser()
     assert program is not None, "no Chromium: install Debian's chromium (.ci/run does)"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = await asyncio.create_subprocess_exec(
-            program, *FLAGS, f"--user-data-dir={profile}", "about:blank", stderr=asyncio.subprocess.DEVNULL
+        process = subprocess.Popen(
+            [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"], stderr=subprocess.DEVNULL
         )
         try:
-            port = await _port(Path(profile) / "DevToolsActivePort")
-            async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json") as response:
-                    targets = await response.json()
-                target = next(t for t in targets if t["type"] == "page")
-                async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                    page = Page(socket)
-                    await page.call("Page.enable")
-                    await page.call("Page.navigate", url=url)
-                    yield page
+            yield _port(Path(profile) / "DevToolsActivePort")
         finally:
             process.terminate()
-            await process.wait()
+            process.wait()
 
 
-async def _port(file: Path) -> int:
-    async with asyncio.timeout(60):
-        while not file.exists() or "\n" not in file.read_text():
-            await asyncio.sleep(0.05)
+@contextlib.asynccontextmanager
+async def new_tab(port: int) -> AsyncIterator[Page]:
+    """A tab with storage of its own."""
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"http://127.0.0.1:{port}/json/version") as response:
+            address = (await response.json())["webSocketDebuggerUrl"]
+        async with session.ws_connect(address, max_msg_size=0) as socket:
+            whole = Page(socket)
+            context = (await whole.call("Target.createBrowserContext"))["browserContextId"]
+            created = await whole.call("Target.createTarget", url="about:blank", browserContextId=context)
+            tab = f"ws://127.0.0.1:{port}/devtools/page/{created['targetId']}"
+            async with session.ws_connect(tab, max_msg_size=0) as tab_socket:
+                page = Page(tab_socket)
+                for domain in ("Page", "Network", "Runtime", "Log"):
+                    await page.call(f"{domain}.enable")
+                yield page
+            await whole.call("Target.disposeBrowserContext", browserContextId=context)
+
+
+def _port(file: Path) -> int:
+    deadline = time.monotonic() + 60
+    while not file.exists() or "\n" not in file.read_text():
+        assert time.monotonic() < deadline, "the browser did not start"
+        time.sleep(0.05)
     return int(file.read_text().splitlines()[0])

@@ -1,27 +1,68 @@
-"""The chat page, used as a person uses it, in headless Chromium."""
+"""The chat page, used as a person uses it, in one headless Chromium.
+
+Most tests talk to a scripted server, which can think, call tools and fail on demand; one talks to a model.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.chromium import browser, open_page
-from tests.e2e.serving import Server, serve
+from tests.e2e.chromium import CONTROL, SHIFT, Page, browser, new_tab, running_browser
+from tests.e2e.scripted import Refusal, Reply, Script, scripted
+from tests.e2e.serving import serve
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium on PATH (.ci/run installs Debian's chromium)")
 
-STATE = "document.querySelector('#status').dataset.state"
 IDLE = "document.querySelector('#stop').hidden"
 TEXT = "document.querySelector('#messages').innerText"
+NOTICE = "document.querySelector('.notice')?.innerText ?? ''"
+ANSWERED = f"{IDLE} && document.querySelector('#messages .assistant:last-child')"
+WIDE = "document.documentElement.scrollWidth > innerWidth"
+
+MARKDOWN = """Three *points*, the `last` one in code:
+
+1. one
+2. two
+
+| name | size |
+|:--|--:|
+| a | 10 |
+
+```python
+def f():
+    return "<b>"
+```
+
+See [this](https://example.org/a).
+"""
+HOSTILE = """<script>window.broken = 1</script><img src=x onerror="window.broken = 2">
+[a](javascript:window.broken=3) [b](JaVaScRiPt&colon;window.broken=4) ![c](https://example.org/spy.png)
+
+<a href="javascript:window.broken=5" onclick="window.broken=6">d</a> <svg onload="window.broken=7"><style>*{}</style>
+<iframe src="https://example.org/"></iframe><div style="background:url(https://example.org/)" class="message">
+
+```"><img/src=x/onerror=window.broken=8>
+x
+```
+"""
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve("--max-model-len", "2048") as running:
-        yield running
+def port() -> Iterator[int]:
+    with running_browser() as port:
+        yield port
+
+
+@pytest.fixture
+async def tab(port: int) -> AsyncIterator[Page]:
+    async with new_tab(port) as page:
+        yield page
+        assert page.faults == []
 
 
 @pytest.fixture
@@ -30,45 +71,253 @@ def shots(tmp_path: Path) -> Path:
     return Path(os.environ.get("SCREENSHOTS", tmp_path))
 
 
-async def test_chat_stop_and_reload(server: Server, shots: Path) -> None:
-    async with open_page(server.url + "/") as page:
-        await page.until("document.querySelector('#prompt') !== null")
-        await page.until("document.querySelector('#model').options.length > 0")
-        await page.type("#prompt", "What is the capital of France? Answer in one sentence.")
-        await page.key("Enter", 13)
-        await page.until("!document.querySelector('#stop').hidden")
-        await page.until(f"{IDLE} && {TEXT}.includes('Paris')")
-        stats = await page.js(TEXT + " + document.querySelector('#stats').innerText")
-        assert "TTFT" in stats
-        assert "tok" in stats
-        await page.screenshot(shots / "chat.png")
+async def ask(page: Page, text: str) -> None:
+    await page.type("#prompt", text)
+    await page.key("Enter")
+    await page.until(f"{ANSWERED} && {TEXT}.includes({json.dumps(text)})")
 
-        await page.type("#prompt", "Count from 1 to 500, one number a line.")
-        await page.click("#send")
-        await page.until("!document.querySelector('#stop').hidden")
-        await page.until(f"{TEXT}.length > 200")
-        await page.click("#stop")
-        await page.until(IDLE, 10)
+
+async def test_with_a_model_chat_stop_and_reload(tab: Page, shots: Path) -> None:
+    with serve("--max-model-len", "2048") as server:
+        await tab.open(server.url + "/")
+        await tab.type("#prompt", "What is the capital of France? Answer in one sentence.")
+        await tab.key("Enter")
+        await tab.until(f"{IDLE} && {TEXT}.includes('Paris')")
+        figures = await tab.js("document.querySelector('.figures').innerText")
+        for part in ("TTFT", "tokens/s", "prompt", "cached"):
+            assert part in figures
+        await tab.type("#prompt", "Count from 1 to 500, one number a line.")
+        await tab.click("#send")
+        await tab.until(f"{TEXT}.length > 200")
+        await tab.key("Escape")
+        await tab.until(IDLE, 10)
         server.wait_idle(10)
-
-        await page.call("Page.reload")
-        await page.until(f"document.querySelector('#messages') && {TEXT}.includes('Paris')")
-        await page.screenshot(shots / "reload.png")
-
-
-async def test_an_error_is_shown_in_words(server: Server, shots: Path) -> None:
-    async with open_page(server.url + "/") as page:
-        await page.until("document.querySelector('#model') && document.querySelector('#model').options.length > 0")
-        await page.type("#prompt", "word " * 3000)
-        await page.click("#send")
-        await page.until(f"{TEXT}.includes('2048')", 30)
-        await page.screenshot(shots / "error.png")
+        await tab.call("Page.reload")
+        await tab.until(f"document.querySelector('#messages') && {TEXT}.includes('Paris')")
+        await tab.screenshot(shots / "model.png")
+        await tab.type("#prompt", "word " * 3000)
+        await tab.click("#send")
+        await tab.until(f"({NOTICE}).includes('2048')")
+        server.process.kill()
+        await tab.click(".notice button")
+        await tab.until(f"({NOTICE}).includes('cannot be reached')")
+        await tab.until("document.querySelector('#status').dataset.state === 'down'", 5)
 
 
-async def test_the_page_sees_that_the_server_has_gone(shots: Path) -> None:
-    with serve("--device", "sim", "--max-model-len", "2048") as gone:
-        async with open_page(gone.url + "/") as page:
-            await page.until(f"document.querySelector('#status') && {STATE} === 'ready'")
-            gone.process.kill()
-            await page.until(f"{STATE} === 'down'", 30)
-            await page.screenshot(shots / "gone.png")
+async def test_markdown_as_it_streams(tab: Page, shots: Path) -> None:
+    pieces = [MARKDOWN[i : i + 3] for i in range(0, len(MARKDOWN), 3)]
+    async with scripted(Script([Reply(pieces, step_s=0.001)])) as script:
+        await tab.open(script.url)
+        await ask(tab, "Show me")
+        found = await tab.js(
+            "['em','p code','ol li','td[align=right]','.block pre','a[href=\"https://example.org/a\"][target=_blank]']"
+            ".map((css) => document.querySelectorAll('.md ' + css).length)"
+        )
+        assert found == [1, 1, 2, 1, 1, 1]
+        assert await tab.js("document.querySelector('.block pre').innerText") == 'def f():\n    return "<b>"'
+        streamed = await tab.js("document.querySelector('.md').innerHTML")
+        await tab.call("Page.reload")
+        await tab.until("document.querySelector('.md td')")
+        assert await tab.js("document.querySelector('.md').innerHTML") == streamed
+        await tab.screenshot(shots / "markdown.png")
+
+
+async def test_hostile_output_is_inert_and_nothing_else_is_asked(tab: Page) -> None:
+    thoughts = [{"reasoning_content": HOSTILE}]
+    async with scripted(Script([Reply([*thoughts, *HOSTILE.splitlines(keepends=True)])])) as script:
+        await tab.open(script.url)
+        await ask(tab, HOSTILE)
+        await tab.js("document.querySelectorAll('.message a:not([href^=https])').forEach((link) => link.click())")
+        bad = "script, img, svg:not(.icon svg), style, iframe, form, [onerror], [onclick], [style]:not(textarea)"
+        assert (
+            await tab.js(
+                f"[...document.querySelectorAll('.message')].flatMap((m) => [...m.querySelectorAll('{bad}')]).length"
+            )
+            == 0
+        )
+        assert (
+            await tab.js(
+                "[...document.querySelectorAll('.md [class]')].filter((n) => n.matches('.md .message')).length"
+            )
+            == 0
+        )
+        links = await tab.js("[...document.querySelectorAll('.message a[href]')].map((link) => link.protocol)")
+        assert set(links) <= {"https:"}
+        assert await tab.js("window.broken") is None
+        assert "window.broken = 1" in await tab.js(TEXT)
+        assert all(url.startswith((script.url, "data:", "https://example.org/spy")) for url in tab.requested)
+
+
+async def test_versions_of_answers_and_questions(tab: Page) -> None:
+    answers = [Reply(["first"]), Reply(["second"]), Reply(["third"])]
+    async with scripted(Script(answers)) as script:
+        await tab.open(script.url)
+        await ask(tab, "Question")
+        await tab.click("[aria-label='Another answer']")
+        await tab.until(f"{IDLE} && {TEXT}.includes('second')")
+        assert [m["content"] for m in script.bodies[1]["messages"]] == ["Question"]
+        assert "2 / 2" in await tab.js(TEXT)
+        await tab.click("[aria-label='Earlier version']")
+        assert "first" in await tab.js(TEXT)
+
+        await tab.js("document.querySelector('#prompt').focus()")
+        await tab.key("ArrowUp")
+        await tab.js("document.activeElement.select()")
+        await tab.call("Input.insertText", text="Changed")
+        await tab.key("Enter")
+        await tab.until(f"{IDLE} && {TEXT}.includes('third')")
+        assert [m["content"] for m in script.bodies[2]["messages"]] == ["Changed"]
+        await tab.click("[aria-label='Earlier version']")
+        assert "first" in await tab.js(TEXT)
+        await tab.call("Page.reload")
+        await tab.until(f"document.querySelector('#messages') && {TEXT}.includes('first')")
+
+
+async def test_thoughts_tools_and_settings(tab: Page) -> None:
+    call = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": '{"city": '}}
+    rest = {"index": 0, "function": {"arguments": '"Paris"}'}}
+    first = Reply(
+        [{"reasoning_content": "hidden "}, "Look:", {"tool_calls": [call]}, {"tool_calls": [rest]}], "tool_calls"
+    )
+    async with scripted(Script([first, Reply(["21 degrees"])])) as script:
+        await tab.open(script.url)
+        await tab.click("#open-settings")
+        values = {"system": "Be brief", "top_k": "40", "stop-strings": "END", "tools": '[{"type": "function"}]'}
+        for id, value in values.items():
+            await tab.type("#" + id, value)
+        await tab.key("Escape")
+        await ask(tab, "Weather?")
+        assert await tab.js("document.querySelector('details.thinking').open") is False
+        assert '"city": "Paris"' in await tab.js("document.querySelector('.tool pre').innerText")
+        await tab.type(".tool textarea", "21 C")
+        await tab.click(".tool form button")
+        await tab.until(f"{IDLE} && {TEXT}.includes('21 degrees')")
+        sent = script.bodies[1]
+        assert [m["role"] for m in sent["messages"]] == ["system", "user", "assistant", "tool"]
+        assert sent["messages"][2]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+        assert sent["messages"][3] == {"role": "tool", "content": "21 C", "tool_call_id": "c1"}
+        assert (sent["top_k"], sent["stop"], sent["tools"]) == (40, ["END"], [{"type": "function"}])
+
+
+async def test_errors_in_place(tab: Page, shots: Path) -> None:
+    full = Refusal(429, "the queue is full", {"Retry-After": "9"})
+    wrong = Refusal(400, "top_k is -7, not in [-1, 9]")
+    async with scripted(Script([full, wrong, Reply(["part"], hold=True)], key="secret")) as script:
+        await tab.open(script.url, "key")
+        await tab.until("document.activeElement.id === 'api-key'")
+        await tab.call("Input.insertText", text="secret")
+        await tab.key("Enter")
+        await tab.key("Escape")
+        await tab.until("document.querySelector('#status').dataset.state === 'ready'")
+        await tab.type("#prompt", "Hello")
+        await tab.key("Enter")
+        await tab.until(f"({NOTICE}).includes('the queue is full – trying again in 9 s')")
+        await tab.click(".notice button")
+        await tab.until(f"({NOTICE}).includes('top_k is -7')")
+        await tab.screenshot(shots / "error.png")
+        await tab.click(".notice button")
+        await tab.until(f"!{IDLE} && {TEXT}.includes('part')")
+        await tab.key("Escape")
+        await tab.until(f"{IDLE} && {TEXT}.includes('stopped')")
+        assert len(script.bodies) == 3
+
+
+async def test_a_loading_server_is_waited_for(tab: Page) -> None:
+    async with scripted(Script([Reply(["Here."])], phase="loading (weights done)")) as script:
+        await tab.call("Page.navigate", url=script.url)
+        await tab.until("document.querySelector('#loading-text')?.innerText.includes('weights done')")
+        assert await tab.js("document.querySelector('#loading progress').checkVisibility()")
+        await tab.type("#prompt", "Early")
+        await tab.click("#send")
+        await tab.until(f"({NOTICE}).includes('trying again')")
+        script.phase = "ready"
+        await tab.until(f"{IDLE} && {TEXT}.includes('Here.')", 4)
+        assert await tab.js("document.querySelector('#loading').hidden")
+
+
+async def test_conversations_by_keyboard(tab: Page) -> None:
+    async with scripted(Script([Reply(["one"]), Reply(["two"])])) as script:
+        await tab.open(script.url)
+        await ask(tab, "About apples")
+        await tab.key("O", CONTROL | SHIFT)
+        assert await tab.js("document.activeElement.id") == "prompt"
+        assert await tab.js(TEXT) == ""
+        await ask(tab, "About pears")
+        names = "[...document.querySelectorAll('#conversations .open')].map((n) => n.innerText)"
+        assert await tab.js(names) == ["About pears", "About apples"]
+        await tab.type("#search", "apples")
+        assert await tab.js(names) == ["About apples"]
+        await tab.key("Tab")
+        assert await tab.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        await tab.key("Enter")
+        assert "one" in await tab.js(TEXT)
+
+        await tab.click("#conversations [aria-label^=Rename]")
+        await tab.call("Input.insertText", text="Fruit")
+        await tab.key("Enter")
+        assert await tab.js(names) == ["Fruit"]  # what is in it is searched too
+        await tab.js("document.querySelector('#search').select(); document.execCommand('delete')")
+        assert await tab.js(names) == ["About pears", "Fruit"]
+        await tab.js(
+            "window.saved = '';"
+            "URL.createObjectURL = (blob) => { blob.text().then((text) => window.saved = text); return '#'; }"
+        )
+        await tab.click("#export")
+        await tab.until("window.saved")
+        assert len(json.loads(await tab.js("window.saved"))["conversations"]) == 2
+        for _ in range(2):
+            await tab.click("#conversations [aria-label^=Delete]")
+            await tab.key("Enter")
+        assert await tab.js(names) == []
+        await tab.js(
+            "(() => { const files = new DataTransfer(); files.items.add(new File([window.saved], 'a.json'));"
+            " const field = document.querySelector('#import-file'); field.files = files.files;"
+            " field.dispatchEvent(new Event('change')); })()"
+        )
+        await tab.until(f"({names}).length === 2")
+
+
+async def test_on_a_phone_and_in_the_dark(tab: Page, shots: Path) -> None:
+    wide = (
+        "| " + " | ".join(f"column{i}" for i in range(20)) + " |\n" + "|--" * 20 + "|\n\n```\n" + "x" * 300 + "\n```\n"
+    )
+    async with scripted(Script([Reply([wide, "w" * 400])])) as script:
+        await tab.size(320, 640)
+        await tab.prefers("dark")
+        await tab.open(script.url)
+        await ask(tab, "u" * 200)
+        assert not await tab.js(WIDE)
+        background = "getComputedStyle(document.body).backgroundColor"
+        dark = await tab.js(background)
+        await tab.screenshot(shots / "phone.png")
+        await tab.click("#open-sidebar")
+        assert await tab.js("document.querySelector('#frame').inert")
+        await tab.key("Escape")
+        assert await tab.js("document.activeElement.id") == "open-sidebar"
+        await tab.click("#open-settings")
+        assert not await tab.js(WIDE)
+        await tab.key("Escape")
+        await tab.click("#theme")
+        assert await tab.js(background) != dark
+        await tab.call("Page.reload")
+        await tab.until("document.querySelector('.md')")
+        assert await tab.js(background) != dark
+
+
+async def test_images_when_the_model_takes_them(tab: Page) -> None:
+    async with scripted(Script(modalities=("text", "image"))) as script:
+        await tab.open(script.url)
+        await tab.until("!document.querySelector('#attach').hidden")
+        await tab.js(
+            "(async () => { const canvas = new OffscreenCanvas(3000, 20); canvas.getContext('2d').fillRect(0, 0, 9, 9);"
+            " const file = new File([await canvas.convertToBlob()], 'a.png', {type: 'image/png'});"
+            " const files = new DataTransfer(); files.items.add(file);"
+            " const field = document.querySelector('#image-file'); field.files = files.files;"
+            " field.dispatchEvent(new Event('change')); })()"
+        )
+        await tab.until("document.querySelector('#attached img')")
+        await ask(tab, "What is it?")
+        image, text = script.bodies[0]["messages"][0]["content"]
+        assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")  # made smaller than it was
+        assert text == {"type": "text", "text": "What is it?"}
+        await tab.until("document.querySelector('.images img').naturalWidth === 2048")

@@ -1,0 +1,156 @@
+/* The conversations of this browser and the answers under way.
+   Owns: which conversation is open, what sending, regenerating, editing and resuming mean, when a conversation is kept.
+   Does not know: elements. It tells with events: "change" (what is shown, or the list), "progress" (detail: a node that
+   grew), "end" (detail: a node whose run is over).
+   Invariants: at most one run a conversation; a conversation without messages is not kept. */
+
+import { Answer } from "./answer.js";
+import { add, checked, choose, newConversation, node as nodeOf, openCalls, shown, siblings, wireMessages } from "./conversation.js";
+import * as store from "./store.js";
+
+const KEEP_EVERY_MS = 2000;
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
+
+export class Chats extends EventTarget {
+  constructor() {
+    super();
+    this.all = new Map();
+    this.runs = new Map(); // conversation id → Answer
+    this.models = [];
+    this.current = newConversation(store.recall("localStorage", "settings", { temperature: "0.7" }));
+  }
+
+  async load() {
+    for (const each of await store.all()) this.all.set(each.id, each);
+    const last = this.all.get(store.recall("sessionStorage", "current", ""));
+    if (last) this.current = last;
+    this._changed();
+  }
+
+  /** Newest first. */
+  list() { return [...this.all.values()].sort((a, b) => b.updated - a.updated); }
+
+  begin() { this._open(newConversation(this.current.settings)); }
+
+  open(id) { this._open(this.all.get(id)); }
+
+  _open(conversation) {
+    this.current = conversation;
+    store.keep("sessionStorage", "current", conversation.id);
+    this._changed();
+  }
+
+  rename(id, title) {
+    const conversation = this.all.get(id);
+    conversation.title = title.trim().slice(0, 200);
+    store.put(conversation);
+    this._changed();
+  }
+
+  delete(id) {
+    this.runs.get(id)?.stop();
+    this.all.delete(id);
+    store.remove(id);
+    if (this.current.id === id) this.begin();
+    else this._changed();
+  }
+
+  export() { return JSON.stringify({ format: "aengine-chats", version: 1, conversations: this.list() }, null, 1); }
+
+  /** Takes what `export` made; gives how many conversations that were. Known ids are replaced. */
+  import(text) {
+    const { conversations } = JSON.parse(text);
+    const read = (Array.isArray(conversations) ? conversations : []).map(checked).filter(Boolean);
+    for (const each of read) {
+      if (this.runs.has(each.id)) continue; // it is being written to
+      this.all.set(each.id, each);
+      store.put(each);
+      if (this.current.id === each.id) this.current = each;
+    }
+    this._changed();
+    return read.length;
+  }
+
+  set(name, value) {
+    this.current.settings[name] = value;
+    store.keep("localStorage", "settings", this.current.settings);
+    if (this.all.has(this.current.id)) store.put(this.current);
+  }
+
+  get run() { return this.runs.get(this.current.id) ?? null; }
+
+  stop() { this.run?.stop(); }
+
+  send(content, images) {
+    this._ask(add(this.current, shown(this.current).at(-1), { role: "user", content, ...(images.length ? { images } : {}) }));
+  }
+
+  /** Another answer beside `node`. */
+  again(node) { this._ask(nodeOf(this.current, node.parent)); }
+
+  /** `content` instead of the question `node`, which stays as an alternative. */
+  edit(node, content) {
+    this._ask(add(this.current, nodeOf(this.current, node.parent), { role: "user", content, ...(node.images ? { images: node.images } : {}) }));
+  }
+
+  /** The result of a tool call; the model goes on once every call has one. */
+  result(answer, call, content) {
+    const last = add(this.current, shown(this.current).at(-1), { role: "tool", content, callId: call.id });
+    if (openCalls(this.current, answer).length) this._changed();
+    else this._ask(last);
+  }
+
+  /** Lets a stopped, cut or failed answer go on where it ended. */
+  resume(node) { this._start(node, node.content ? { continue_final_message: true, add_generation_prompt: false } : {}); }
+
+  switch(node, step) {
+    const all = siblings(this.current, node);
+    choose(this.current, all[all.indexOf(node) + step]);
+    store.put(this.current);
+    this._changed();
+  }
+
+  _ask(parent) { this._start(add(this.current, parent, { role: "assistant" }), {}); }
+
+  async _start(node, extra) {
+    const conversation = this.current;
+    if (this.runs.has(conversation.id)) return;
+    this.all.set(conversation.id, conversation);
+    store.keep("sessionStorage", "current", conversation.id);
+    delete node.error;
+    delete node.finish;
+    let keptAt = performance.now();
+    const run = new Answer(node, () => {
+      if (performance.now() - keptAt > KEEP_EVERY_MS) { keptAt = performance.now(); store.put(conversation); }
+      this.dispatchEvent(new CustomEvent("progress", { detail: node }));
+    });
+    this.runs.set(conversation.id, run);
+    const body = this._body(conversation, node, extra);
+    store.put(conversation);
+    this._changed();
+    await run.run(body);
+    this.runs.delete(conversation.id);
+    if (this.all.has(conversation.id)) store.put(conversation);
+    this._changed();
+    this.dispatchEvent(new CustomEvent("end", { detail: node }));
+  }
+
+  _body(conversation, node, extra) {
+    const { settings } = conversation;
+    const body = { messages: wireMessages(conversation, node), stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, ...extra };
+    if (this.models.some(({ id }) => id === settings.model)) body.model = settings.model;
+    for (const name of NUMBERS) if (settings[name]?.trim() && Number.isFinite(Number(settings[name]))) body[name] = Number(settings[name]);
+    const stop = settings.stop?.split("\n").filter(Boolean) ?? [];
+    if (stop.length) body.stop = stop;
+    const tools = listOf(settings.tools);
+    if (tools.length) body.tools = tools;
+    node.model = body.model ?? this.models[0]?.id;
+    return body;
+  }
+
+  _changed() { this.dispatchEvent(new Event("change")); }
+}
+
+function listOf(text) {
+  try { const value = JSON.parse(text); return Array.isArray(value) ? value : []; } catch { return []; }
+}

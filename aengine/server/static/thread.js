@@ -1,0 +1,97 @@
+/* The open conversation.
+   Owns: the row of messages, what their buttons do, following the end while text grows.
+   Invariants: while an answer grows it is drawn once an animation frame, and only it; the view follows the end only
+   if the reader was there. */
+
+import { $, announce } from "./dom.js";
+import { openCalls, shown, siblings } from "./conversation.js";
+import { AnswerView, QuestionView, ResultView } from "./message.js";
+
+const VIEWS = { user: QuestionView, assistant: AnswerView, tool: ResultView };
+const NEAR_PX = 60;
+
+export class Thread {
+  constructor(chats, askKey) {
+    this.chats = chats;
+    this.views = new Map(); // node → view, of the open conversation
+    this.conversation = null;
+    this.frame = 0;
+    this.act = {
+      edit: (node, text) => { chats.edit(node, text); this.toEnd(); },
+      again: (node) => { chats.again(node); this.toEnd(); },
+      retry: (node) => { chats.resume(node); this.toEnd(); },
+      resume: (node) => chats.resume(node),
+      switch: (node, step) => { chats.switch(node, step); },
+      result: (node, call, text) => { chats.result(node, call, text); this.toEnd(); },
+      key: askKey,
+    };
+    chats.addEventListener("change", () => this.draw());
+    chats.addEventListener("progress", ({ detail }) => this._grew(detail));
+    chats.addEventListener("end", ({ detail }) => this._ended(detail));
+    this.atLatest = true;
+    $("scroll").addEventListener("scroll", () => { $("latest").hidden = this.atLatest = this.atEnd(); }, { passive: true });
+    // A field that grows, a phone's keyboard, the line of a loading server: the end stays in view.
+    new ResizeObserver(() => { if (this.atLatest) this.toEnd(); }).observe($("scroll"));
+    $("latest").addEventListener("click", () => this.toEnd());
+  }
+
+  draw() {
+    const { current } = this.chats;
+    const follow = this.atEnd() || this.conversation !== current;
+    if (this.conversation !== current) this.views.clear();
+    this.conversation = current;
+    const path = shown(current);
+    $("welcome").hidden = path.length > 0;
+    const views = path.map((node) => this._view(node));
+    const boxes = views.map(({ box }) => box);
+    // Only what differs is moved: an element that stays keeps its focus and its place.
+    boxes.forEach((box, i) => { if ($("messages").children[i] !== box) $("messages").insertBefore(box, $("messages").children[i] ?? null); });
+    while ($("messages").children.length > boxes.length) $("messages").lastChild.remove();
+    path.forEach((node, i) => views[i].draw(this._facts(node)));
+    $("stats").textContent = this.chats.run?.figures() ?? "";
+    if (follow) this.toEnd();
+    $("latest").hidden = this.atEnd();
+  }
+
+  _view(node) {
+    let view = this.views.get(node);
+    if (!view) this.views.set(node, (view = new VIEWS[node.role](node, this.act)));
+    return view;
+  }
+
+  _facts(node) {
+    const { run, current } = this.chats;
+    const all = siblings(current, node);
+    return { place: all.indexOf(node), count: all.length, run: run?.node === node ? run : null, running: run !== null, open: node.calls ? openCalls(current, node) : [] };
+  }
+
+  _grew(node) {
+    if (!this.views.has(node) || this.frame) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = 0;
+      const { run } = this.chats;
+      if (run === null) return;
+      const follow = this.atEnd();
+      this.views.get(run.node)?.grow(run);
+      $("stats").textContent = run.figures();
+      if (follow) this.toEnd();
+    });
+  }
+
+  _ended(node) {
+    if (!this.views.has(node) || node.error) return; // an error announces itself
+    announce(node.finish === "stopped" ? "Stopped." : `Answer: ${node.content}`.slice(0, 2000));
+  }
+
+  editLast() {
+    const last = shown(this.chats.current).findLast(({ role }) => role === "user");
+    if (last && !this.chats.run) this._view(last).edit();
+  }
+
+  atEnd() {
+    const { scrollHeight, scrollTop, clientHeight } = $("scroll");
+    return scrollHeight - scrollTop - clientHeight < NEAR_PX;
+  }
+
+  toEnd() { $("scroll").scrollTop = $("scroll").scrollHeight; }
+}
