@@ -68,7 +68,7 @@ class Packer:
             block, dtype = self._dense(linear.weight)
         bias = None if linear.bias is None else linear.bias.to(torch.float32).contiguous()
         packed = PackedLinear(block, dtype, in_features, out_features, bias, 0 if bias is None else bias.data_ptr())
-        weight = torch.empty_like(linear.weight, device="meta")
+        weight = torch.empty(linear.weight.shape, dtype=linear.weight.dtype, device="meta")  # empty_like imports sympy
         return Linear(weight, linear.bias, precise=linear.precise, packed=packed)
 
     def _dense(self, weight: Tensor) -> tuple[Block, int]:
