@@ -53,6 +53,7 @@ class AsyncEngine:
 
     While it starts, and from a worker thread, `on_phase(name, seconds)` is called when a phase ends, and
     `on_progress(what, done, total)` while something long goes on (a download in bytes, weights in layers).
+    `own_process`: nothing else of this process uses torch, so that what only compilers need of it is not imported.
     """
 
     _frozen: ClassVar[int] = 0  # engines of this process whose objects the garbage collector skips
@@ -63,8 +64,10 @@ class AsyncEngine:
         *,
         on_phase: Callable[[str, float], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
+        own_process: bool = False,
     ) -> None:
         self.config = config or EngineConfig()
+        self._own_process = own_process
         self.phase = "created"
         self.report = StartupReport()
         self._on_phase = on_phase
@@ -125,6 +128,10 @@ class AsyncEngine:
         collecting = gc.isenabled()
         gc.disable()  # nothing of what is imported and loaded is garbage; looking for it takes a tenth of the time
         try:
+            if self._own_process:
+                from aengine.engine.lean_torch import import_torch
+
+                import_torch()
             from aengine.engine.build import build
 
             imports = ("imports", time.monotonic() - began_s)
