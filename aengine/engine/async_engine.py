@@ -27,6 +27,7 @@ from aengine.engine.gather import Gathered
 from aengine.engine.images import take_images
 from aengine.engine.intake import Intake
 from aengine.engine.output import Choice, OutputTask
+from aengine.engine.process import give_back_free_memory
 from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
@@ -110,7 +111,8 @@ class AsyncEngine:
             asyncio.create_task(self._supervise(self._output.run), name="aengine-output"),
             asyncio.create_task(self._supervise(self._watch_lag), name="aengine-lag"),
         ]
-        gc.collect()
+        if not self._own_process:  # else there is next to no garbage, and looking for it takes 0.1 s
+            gc.collect()
         gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
         AsyncEngine._frozen += 1
         self.phase = "ready"
@@ -140,6 +142,7 @@ class AsyncEngine:
         finally:
             if collecting:
                 gc.enable()
+        give_back_free_memory()
         parts.report = msgspec.structs.replace(parts.report, phases=(imports, *parts.report.phases))
         return parts
 
