@@ -1,9 +1,9 @@
 """Claim: the default server is ready and gives its first token in under 3 s, and holds little beside weights and KV.
 
-Starts `aengine serve` on a free port of 127.0.0.1 several times and takes the time, from the start of the process, until
-it listens, until /health says 200, and until the first token of a request sent then; then how much memory is resident:
-after that token, and after `--streams` requests at once. Weights and reserved KV pages are what the server's own table
-says; touched KV pages are what of the arena's mapping is resident.
+Starts `aengine serve` on a free port of 127.0.0.1 several times and takes the time, from the start of the process,
+until it listens, until /health says 200, and until the first token of a request sent then; then how much memory is
+resident: after that token, and after `--streams` requests at once. Weights and reserved KV pages are what the server's
+own table says; touched KV pages are what of the arena's mapping is resident.
 
     python bench/startup.py [--model smollm2-135m] [--repeats 5] [--streams 16] [--serve-args "--dtype bfloat16"]
 """

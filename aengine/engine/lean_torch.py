@@ -22,7 +22,7 @@ def import_torch() -> None:
     placeholders = {name: ModuleType(name) for name in _LEFT_OUT if name not in sys.modules}
     sys.modules.update(placeholders)
     try:
-        import torch  # noqa: F401
+        import torch
     finally:
         for name, placeholder in placeholders.items():
             if sys.modules.get(name) is placeholder:
