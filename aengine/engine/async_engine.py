@@ -27,7 +27,7 @@ from aengine.engine.gather import Gathered
 from aengine.engine.images import take_images
 from aengine.engine.intake import Intake
 from aengine.engine.output import Choice, OutputTask
-from aengine.engine.process import give_back_free_memory, take_short_turns
+from aengine.engine.process import give_back_free_memory
 from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
@@ -115,8 +115,6 @@ class AsyncEngine:
             gc.collect()
         gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
         AsyncEngine._frozen += 1
-        if self._own_process:
-            take_short_turns()
         self.phase = "ready"
 
     def _build(self) -> Parts:
