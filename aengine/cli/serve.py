@@ -52,7 +52,7 @@ async def serve_engine(config: AengineConfig, startup: Startup) -> None:
             await super().start()
             startup.ready(self.report)
 
-    engine = TellingEngine(config.engine, on_phase=startup.phase, on_progress=startup.progress)
+    engine = TellingEngine(config.engine, on_phase=startup.phase, on_progress=startup.progress, own_process=True)
     await run_server(engine, config.server, on_listening=startup.listening)
 
 

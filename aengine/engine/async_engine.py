@@ -27,6 +27,7 @@ from aengine.engine.gather import Gathered
 from aengine.engine.images import take_images
 from aengine.engine.intake import Intake
 from aengine.engine.output import Choice, OutputTask
+from aengine.engine.process import give_back_free_memory
 from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
@@ -53,6 +54,7 @@ class AsyncEngine:
 
     While it starts, and from a worker thread, `on_phase(name, seconds)` is called when a phase ends, and
     `on_progress(what, done, total)` while something long goes on (a download in bytes, weights in layers).
+    `own_process`: nothing else of this process uses torch, so that what only compilers need of it is not imported.
     """
 
     _frozen: ClassVar[int] = 0  # engines of this process whose objects the garbage collector skips
@@ -63,8 +65,10 @@ class AsyncEngine:
         *,
         on_phase: Callable[[str, float], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
+        own_process: bool = False,
     ) -> None:
         self.config = config or EngineConfig()
+        self._own_process = own_process
         self.phase = "created"
         self.report = StartupReport()
         self._on_phase = on_phase
@@ -107,7 +111,8 @@ class AsyncEngine:
             asyncio.create_task(self._supervise(self._output.run), name="aengine-output"),
             asyncio.create_task(self._supervise(self._watch_lag), name="aengine-lag"),
         ]
-        gc.collect()
+        if not self._own_process:  # else there is next to no garbage, and looking for it takes 0.1 s
+            gc.collect()
         gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
         AsyncEngine._frozen += 1
         self.phase = "ready"
@@ -125,6 +130,10 @@ class AsyncEngine:
         collecting = gc.isenabled()
         gc.disable()  # nothing of what is imported and loaded is garbage; looking for it takes a tenth of the time
         try:
+            if self._own_process:
+                from aengine.engine.lean_torch import import_torch
+
+                import_torch()
             from aengine.engine.build import build
 
             imports = ("imports", time.monotonic() - began_s)
@@ -133,6 +142,7 @@ class AsyncEngine:
         finally:
             if collecting:
                 gc.enable()
+        give_back_free_memory()
         parts.report = msgspec.structs.replace(parts.report, phases=(imports, *parts.report.phases))
         return parts
 

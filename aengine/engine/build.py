@@ -17,6 +17,7 @@ from aengine.engine.build_cpu import make_cpu
 from aengine.engine.build_sim import make_sim
 from aengine.engine.facts import ModelInfo, StartupReport
 from aengine.engine.images import Images
+from aengine.engine.lean_torch import import_left_out
 from aengine.engine.ledger import Ledger, Made, PhaseHook, ProgressHook, RunnerFactory
 from aengine.engine.page_groups import plan_pages
 from aengine.engine.sizing import free_bytes, in_flight_tokens
@@ -114,6 +115,7 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     with ledger.phase("import torch"):
         import torch
     if torch.cuda.is_available():
+        import_left_out()
         from aengine.engine.build_cuda import make_cuda
 
         return make_cuda(config, files, ledger)

@@ -22,8 +22,9 @@ from aengine.kernels.quantised import Quantised
 class Linear:
     """y = x · weightᵀ + bias. `weight` [out, in] or a backend's packed form of it; `bias` [out] or None.
 
-    `parts`: the weight as quantised row blocks, first rows first; `weight` is then a meta tensor that only tells shape
-    and dtype of activations. `precise`: a backend that rounds activations to integers keeps more bits of them here.
+    `parts`: the weight as quantised row blocks of one order of columns, first rows first; `weight` is then a meta
+    tensor that only tells shape and dtype of activations. `precise`: a backend that rounds activations to integers
+    keeps more bits of them here.
     `packed` is set by `Ops.prepare` and opaque to models.
     """
 
@@ -36,6 +37,11 @@ class Linear:
     @property
     def out_features(self) -> int:
         return int(self.weight.shape[0])
+
+    @property
+    def order(self) -> Tensor | None:
+        """The input that each column of the parts' codes belongs to, int32 [in]; None: columns are inputs."""
+        return self.parts[0].order if self.parts else None
 
 
 @dataclass(frozen=True, slots=True)

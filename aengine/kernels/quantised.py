@@ -2,13 +2,14 @@
 
 Owns: the `Quantised` record and its exact meaning.
 Does not know: file formats, how backends lay codes out, activations.
-Invariants: value[o, i] = scale[o, i // group] * code[o, i] + minimum[o, i // group], one fp32 multiplication and one
-addition, so that formats whose products are exact in fp32 (all GGML block formats are) come back bit for bit.
+Invariants: value[o, i] = scale[o, c // group] * code[o, c] + minimum[o, c // group], where c is input i's column: i
+itself unless the columns have an `order` of their own. It is one fp32 multiplication and one addition, so that formats
+whose products are exact in fp32 (all GGML block formats are) come back bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class Quantised:
     """A weight [out, in]. codes [out, in]: uint8 0 .. 15 for `bits` 4, int8 for 8; scale fp32 [out, in / group];
-    minimum fp32 of the same shape, or None for zero; `group` divides `in`.
+    minimum fp32 of the same shape, or None for zero; `group` divides `in`. `order` int32 [in]: column c of codes
+    belongs to input order[c], so that the inputs of a group stand together; None: to input c.
 
     Raises ValueError when the shapes do not fit together.
     """
@@ -28,6 +30,7 @@ class Quantised:
     minimum: Tensor | None
     group: int
     bits: int
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         out, size_in = self.codes.shape
@@ -36,6 +39,8 @@ class Quantised:
             raise ValueError(f"{self.bits}-bit codes of type {self.codes.dtype}: 4 takes uint8, 8 takes int8")
         if self.group < 1 or size_in % self.group:
             raise ValueError(f"{size_in} inputs do not divide into groups of {self.group}")
+        if self.order is not None and (self.order.dtype is not torch.int32 or tuple(self.order.shape) != (size_in,)):
+            raise ValueError(f"order is {self.order.dtype} {tuple(self.order.shape)}, not int32 ({size_in},)")
         shape = (out, size_in // self.group)
         for name, value in (("scale", self.scale), ("minimum", self.minimum)):
             if value is not None and (tuple(value.shape) != shape or value.dtype is not torch.float32):
@@ -51,9 +56,20 @@ class Quantised:
         values = self.codes.view(out, -1, self.group).float().mul_(self.scale.unsqueeze(-1))
         if self.minimum is not None:
             values.add_(self.minimum.unsqueeze(-1))
-        return values.view(out, size_in).to(dtype)
+        values = values.view(out, size_in)
+        if self.order is not None:
+            values = torch.empty_like(values).index_copy_(1, self.order.long(), values)
+        return values.to(dtype)
 
     def with_rows(self, order: Callable[[Tensor], Tensor]) -> Quantised:
         """The weight whose rows `order` puts in another order; it takes and returns tensors [out, ...]."""
         minimum = None if self.minimum is None else order(self.minimum)
-        return Quantised(order(self.codes), order(self.scale), minimum, self.group, self.bits)
+        return Quantised(order(self.codes), order(self.scale), minimum, self.group, self.bits, self.order)
+
+
+def one_order(parts: Sequence[Quantised]) -> bool:
+    """Whether the columns of all parts belong to the same inputs, so that one row of activations serves them."""
+    first = parts[0].order
+    if first is None:
+        return all(part.order is None for part in parts)
+    return all(part.order is not None and torch.equal(part.order, first) for part in parts[1:])

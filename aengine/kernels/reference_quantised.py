@@ -44,6 +44,8 @@ def linear_quantised(
 
     Activations have 16 bits before codes of 8 bits and where `precise`, 8 bits elsewhere.
     """
+    if parts[0].order is not None:
+        x = x.index_select(1, parts[0].order)
     y = torch.cat([_part(*quantise_rows(x, WIDE if precise or part.bits == 8 else NARROW), part) for part in parts], -1)
     return y if bias is None else y + bias.float()
 

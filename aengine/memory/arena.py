@@ -107,7 +107,10 @@ class Arena:
 
 def _huge_buffer(size: int) -> Tensor:
     """Zeroed uint8 memory that begins at a huge-page border where the system has huge pages."""
-    memory = mmap.mmap(-1, size + _HUGE)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, size + _HUGE, **private)  # by default shared, which few systems give huge pages
+    if hasattr(mmap, "MADV_DONTDUMP"):
+        memory.madvise(mmap.MADV_DONTDUMP)  # gigabytes that a core dump can do without; also a mapping of its own
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

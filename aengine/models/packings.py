@@ -53,17 +53,22 @@ class Codes:
         return int(self.codes.shape[1]) // int(self.scale.shape[1])
 
     def quantised(self) -> Quantised | None:
-        """None when the inputs of a group do not stand together."""
+        """Inputs of a group that do not stand together are brought together. None when groups are of unequal size."""
         size_in, runs = self.codes.shape[1], self.group * self.scale.shape[1]
-        if self.index is not None and not torch.equal(self.index, torch.arange(size_in) // self.group):
-            return None
         if runs != size_in:
             return None
-        codes, zero, scale = self.codes, self.zero.float(), self.scale.float().contiguous()
+        codes, order = self.codes, None
+        if self.index is not None:
+            groups, columns = self.index.sort(stable=True)
+            if not torch.equal(groups, torch.arange(size_in) // self.group):
+                return None
+            if not torch.equal(groups, self.index):
+                codes, order = codes[:, columns], columns.int()
+        zero, scale = self.zero.float(), self.scale.float().contiguous()
         if self.bits == 8:
             codes, zero = codes.bitwise_xor(128).view(torch.int8), zero - 128
         minimum = (zero * scale).neg_().contiguous() if bool(zero.any()) else None
-        return Quantised(codes.contiguous(), scale, minimum, self.group, self.bits)
+        return Quantised(codes.contiguous(), scale, minimum, self.group, self.bits, order)
 
     def dense(self) -> Tensor:
         """fp32 [out, in]."""

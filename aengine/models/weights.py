@@ -2,8 +2,8 @@
 
 Owns: the checks of names and shapes, the fusing of linears, the loop over layers, tied embeddings.
 Does not know: files and their formats, how a backend lays weights out, any family's layers.
-Invariants: a linear stays integer when every part of it is; then no dense copy of it is ever made. Loading holds at
-most the weights plus one layer. A tied embedding is the head: it exists once.
+Invariants: a linear stays integer when every part of it is, and all have one order of inputs; then no dense copy of it
+is ever made. Loading holds at most the weights plus one layer. A tied embedding is the head: it exists once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aengine.errors import ModelLoadError
 from aengine.kernels.ops import Linear, Ops
-from aengine.kernels.quantised import Quantised
+from aengine.kernels.quantised import Quantised, one_order
 from aengine.models.checkpoint import Checkpoint
 from aengine.models.config import ModelConfig
 
@@ -72,7 +72,7 @@ class Weights:
                 break
             self._check(name + ".weight", part.shape, (out, size_in))
             parts.append(part if order is None else part.with_rows(order))
-        if len(parts) == len(names):
+        if len(parts) == len(names) and one_order(parts):
             return self._packed(tuple(parts), whole, precise)
         dense = [part.dequantise(self._dtype) for part in parts]
         for name, out, order in list(zip(names, outs, orders, strict=True))[len(parts) :]:
@@ -93,7 +93,7 @@ class Weights:
     def table(self, name: str, shape: tuple[int, int]) -> Tensor | Linear:
         """What `Ops.embed` reads: a Linear when the tensor is integer."""
         part = self._checkpoint.quantised(name)
-        if part is None:
+        if part is None or part.order is not None:  # a row of the table is read as it is
             return self.tensor(name, shape)
         self._check(name, part.shape, shape)
         return self._packed((part,), None, precise=True)

@@ -282,6 +282,16 @@ def test_quantised_linears(ops: Ops, dtype: torch.dtype, bits: int, group: int, 
         assert torch.equal(ops.embed(made, moved(ids, ops)).cpu(), weight[ids])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_linears_whose_inputs_are_reordered(ops: Ops, bits: int) -> None:
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(6)).int()
+    parts = tuple(replace(quantised(out, 96, 32, bits, True, out), order=order) for out in (20, 13))
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(2))
+    got = ops.linear(moved(x, ops), prepared(ops, torch.empty(33, 96, device="meta"), None, parts))
+    want = x.double() @ torch.cat([part.dequantise() for part in parts]).double().T
+    near(got, want, BF16, 8 if ops.name.startswith("native") else 0.01)
+
+
 # ---- mixtures and states
 
 

@@ -60,7 +60,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
         {"quant_method": "fp8", "weight_block_size": [16, 16]}, lambda w: packers.float_quantized(w, scales="block"),
     ),
 }  # fmt: skip
-DENSE_ONLY = ("gptq-act-order", "pack-4-act-order", "float-8-tensor", "float-8-channel", "fp8-block")
+DENSE_ONLY = ("float-8-tensor", "float-8-channel", "fp8-block")
 TINY = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 64, "num_hidden_layers": 2,
     "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -103,6 +103,20 @@ def test_weights_mean_what_the_format_says(name, tmp_path, hf_files):
     assert checkpoint.quantised("plain.weight") is None
     assert torch.equal(checkpoint.tensor("plain.weight", torch.float32), weight.half().float())
     assert (weight - wanted).abs().max() < 0.2  # the packer quantised this weight, not another
+
+
+def test_groups_that_are_no_runs_are_brought_together_if_of_one_size(tmp_path, hf_files):
+    tensors, wanted = packers.gptq(torch.randn(OUT, IN), bits=4, group=32, shuffled=True)
+    part = checkpoint_of(
+        tmp_path / "even", gptq_config(4), {f"m.{key}": value for key, value in tensors.items()}, hf_files
+    ).quantised("m.weight")
+    assert part.order is not None
+    assert not torch.equal(part.order, torch.arange(IN, dtype=torch.int32))
+    assert torch.equal(part.with_rows(lambda rows: rows.flip(0)).dequantise(), wanted.flip(0))
+    uneven = tensors["g_idx"].clone()
+    uneven[uneven == 1] = 0
+    stored = {f"m.{key}": value for key, value in (tensors | {"g_idx": uneven}).items()}
+    assert checkpoint_of(tmp_path / "uneven", gptq_config(4), stored, hf_files).quantised("m.weight") is None
 
 
 @pytest.mark.parametrize(

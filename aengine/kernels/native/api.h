@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define AE_EXPORT __attribute__((visibility("default")))
-#define AE_ABI 4
+#define AE_ABI 5
 
 enum { AE_F32 = 0, AE_BF16 = 1, AE_I8 = 2, AE_F16 = 3, AE_QUANTISED = 4 }; /* AE_I8: KV pages only */
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
@@ -188,6 +188,14 @@ typedef struct {
     void *out;
     int64_t rows, bytes, stride;
 } ae_take_args;
+
+/* out[t][i] = x[t][index[i]]: columns of rows of `size` elements of 2 or 4 bytes; x's rows are `stride` elements apart. */
+typedef struct {
+    const void *x;
+    const int32_t *index;
+    void *out;
+    int64_t rows, size, stride, bytes;
+} ae_columns_args;
 
 /* out = x, but for out[index[i]] = y[i]; x and out [rows], y [put_rows], all of `bytes` bytes a row, contiguous. */
 typedef struct {
@@ -365,6 +373,7 @@ enum {
     AE_OP_LOGPROBS,
     AE_OP_SETTLE,
     AE_OP_EMBED_PACKED,
+    AE_OP_COLUMNS,
     AE_OP_COUNT
 };
 
@@ -400,6 +409,7 @@ AE_EXPORT int ae_attention(ae_context *, const ae_attention_args *);
 AE_EXPORT int ae_mul(ae_context *, const ae_mul_args *);
 AE_EXPORT int ae_scale_positions(ae_context *, const ae_scale_positions_args *);
 AE_EXPORT int ae_take(ae_context *, const ae_take_args *);
+AE_EXPORT int ae_columns(ae_context *, const ae_columns_args *);
 AE_EXPORT int ae_put(ae_context *, const ae_put_args *);
 AE_EXPORT int ae_short_conv(ae_context *, const ae_short_conv_args *);
 AE_EXPORT int ae_mixture(ae_context *, const ae_mixture_args *);

@@ -15,6 +15,7 @@ value or copies one outside of an operation raises NotCapturable, because it wou
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -72,18 +73,14 @@ _METADATA = {"data_ptr", "stride", "size", "dim", "numel", "element_size", "is_c
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Lets torch tell about tensors and make views of them, and nothing else; `closed` False: anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.closed = False
+    """Lets torch tell about tensors and make views of them, and nothing else."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
-        if not self.closed or name in _METADATA:
+        if name in _METADATA:
             return made
         memory = {_storage(value) for value in args if isinstance(value, Tensor)}
         for value in made if isinstance(made, tuple | list) else (made,):
@@ -170,15 +167,12 @@ class RecordingOps(NativeOps):
         self.buffers.rewind()
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        count = int(np.prod(shape))
-        self.views_only.closed = False
-        try:
+        count = math.prod(shape)
+        with torch._C.DisableTorchFunction():  # the recorder's own calls are not the model's
             held = self.buffers.take(count * dtype.itemsize)
             if not count:
                 return torch.empty(tuple(shape), dtype=dtype)
             return torch.frombuffer(held, dtype=dtype, count=count).view(tuple(shape))
-        finally:
-            self.views_only.closed = True
 
     def _run(self, name: str, args: bytes) -> None:
         self.calls.append((name, args))
@@ -232,7 +226,6 @@ def record(ops: NativeOps, function: Callable[[RecordingOps, Sizes], T], limits:
     The function is called once per size and twice more; no operation runs. Raises NotCapturable.
     """
     recorder = RecordingOps(ops.context)
-    recorder.views_only.closed = True
     with recorder.views_only:
         outputs = function(recorder, limits)
         first, cuts = recorder.calls, recorder.cuts

@@ -177,6 +177,7 @@ AE_OPERATION(attention, ctx->kernels->attention)
 AE_OPERATION(mul, ctx->kernels->mul)
 AE_OPERATION(scale_positions, ctx->kernels->scale_positions)
 AE_OPERATION(take, ae_run_take)
+AE_OPERATION(columns, ae_run_columns)
 AE_OPERATION(put, ae_run_put)
 AE_OPERATION(short_conv, ctx->kernels->short_conv)
 AE_OPERATION(mixture, ctx->kernels->mixture)
@@ -197,6 +198,7 @@ int64_t ae_operation(const char *name)
         [AE_OP_MIXTURE] = "mixture",       [AE_OP_LAY_OUT] = "lay_out",
         [AE_OP_SAMPLE] = "sample",         [AE_OP_LOGPROBS] = "logprobs",
         [AE_OP_SETTLE] = "settle",         [AE_OP_EMBED_PACKED] = "embed_packed",
+        [AE_OP_COLUMNS] = "columns",
     };
     for (int64_t op = 0; op < AE_OP_COUNT; op++)
         if (names[op] && strcmp(names[op], name) == 0) return op;
@@ -217,6 +219,7 @@ static int run_one(ae_context *ctx, const ae_call *call)
     case AE_OP_MUL: return k->mul(ctx, call->args);
     case AE_OP_SCALE_POSITIONS: return k->scale_positions(ctx, call->args);
     case AE_OP_TAKE: return ae_run_take(ctx, call->args);
+    case AE_OP_COLUMNS: return ae_run_columns(ctx, call->args);
     case AE_OP_PUT: return ae_run_put(ctx, call->args);
     case AE_OP_SHORT_CONV: return k->short_conv(ctx, call->args);
     case AE_OP_MIXTURE: return k->mixture(ctx, call->args);

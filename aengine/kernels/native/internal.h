@@ -50,6 +50,7 @@ typedef struct {
 
 /* Copies and index arithmetic, the same for every instruction set (step.c). */
 int ae_run_take(ae_context *, const ae_take_args *);
+int ae_run_columns(ae_context *, const ae_columns_args *);
 int ae_run_put(ae_context *, const ae_put_args *);
 int ae_run_lay_out(ae_context *, const ae_lay_out_args *);
 int ae_run_settle(ae_context *, const ae_settle_args *);

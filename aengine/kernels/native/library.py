@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-ABI = 4
+ABI = 5
 
 # One entry per struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
@@ -34,6 +34,7 @@ ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqddPPPqqq")
 MUL_ARGS = Struct("PPPqqqqq")
 SCALE_POSITIONS_ARGS = Struct("PPPPqqqqqq")
 TAKE_ARGS = Struct("PPPqqq")
+COLUMNS_ARGS = Struct("PPPqqqq")
 PUT_ARGS = Struct("PPPPqqq")
 SHORT_CONV_ARGS = Struct("PPPPPPPPqqqqqqq")
 MIXTURE_ARGS = Struct("PPPPPPPPPPPPPqqqqqqqqqdd")
@@ -50,7 +51,7 @@ Operation = Callable[[bytes], int]
 # What can stand in a program.
 OPERATIONS = (
     "linear", "embed", "embed_packed", "rms_norm", "add", "glu", "rope", "attention", "mul", "scale_positions", "take",
-    "put", "short_conv", "mixture", "lay_out", "sample", "logprobs", "settle",
+    "put", "short_conv", "mixture", "lay_out", "sample", "logprobs", "settle", "columns",
 )  # fmt: skip
 _ALIGNMENT = 64
 _CHUNK_BYTES = 32 * 2**20

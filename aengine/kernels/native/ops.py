@@ -19,6 +19,7 @@ from aengine.kernels.native.experts import PackedExperts
 from aengine.kernels.native.library import (
     ADD_ARGS,
     ATTENTION_ARGS,
+    COLUMNS_ARGS,
     EMBED_ARGS,
     EMBED_PACKED_ARGS,
     GLU_ARGS,
@@ -139,9 +140,21 @@ class NativeOps:
         rows, in_features = x.shape
         if in_features != packed_linear(w).in_features:
             raise ValueError(f"x has {in_features} features, the weight takes {packed_linear(w).in_features}")
+        order = packed_linear(w).order
+        if order is not None:
+            x = self._columns(x, order)
         y = self._new((rows, w.out_features), dtype)
         self._run("linear", linear_args(w, x.data_ptr(), x.dtype, x.stride(0), y.data_ptr(), dtype, rows))
         return y
+
+    def _columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """The columns of x [T, in] in the order of a weight's codes."""
+        out = self._new(x.shape, x.dtype)
+        args = COLUMNS_ARGS.pack(
+            x.data_ptr(), order.data_ptr(), out.data_ptr(), *x.shape, x.stride(0), x.element_size()
+        )  # fmt: skip
+        self._run("columns", args)
+        return out
 
     # ---- rows and elements ----
 
@@ -305,6 +318,8 @@ class NativeOps:
         return out
 
     def _pack_experts(self, linears: Sequence[Linear], dtype: torch.dtype) -> bytes:
+        if any(packed_linear(w).order is not None for w in linears):
+            raise NotSupported("an expert's inputs cannot be reordered in a native mixture")
         return b"".join(linear_args(w, 0, dtype, packed_linear(w).in_features, 0, dtype, 0) for w in linears)
 
     def cross_attention(self, q: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:

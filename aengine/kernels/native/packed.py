@@ -40,7 +40,8 @@ _LINE = 64
 class PackedLinear:
     """A weight in panels of its instruction set; `block` begins with them, or with the list of quantised segments.
 
-    `bias` fp32 [out] or None; `bias_address` 0 for none.
+    `bias` fp32 [out] or None; `bias_address` 0 for none. `order` int32 [in]: the input that each column of the panels
+    belongs to; None: columns are inputs.
     """
 
     block: Block
@@ -49,6 +50,7 @@ class PackedLinear:
     out_features: int
     bias: Tensor | None
     bias_address: int
+    order: Tensor | None = None
 
 
 class Packer:
@@ -67,8 +69,9 @@ class Packer:
         else:
             block, dtype = self._dense(linear.weight)
         bias = None if linear.bias is None else linear.bias.to(torch.float32).contiguous()
-        packed = PackedLinear(block, dtype, in_features, out_features, bias, 0 if bias is None else bias.data_ptr())
-        weight = torch.empty_like(linear.weight, device="meta")
+        address = 0 if bias is None else bias.data_ptr()
+        packed = PackedLinear(block, dtype, in_features, out_features, bias, address, linear.order)
+        weight = torch.empty(linear.weight.shape, dtype=linear.weight.dtype, device="meta")  # empty_like imports sympy
         return Linear(weight, linear.bias, precise=linear.precise, packed=packed)
 
     def _dense(self, weight: Tensor) -> tuple[Block, int]:

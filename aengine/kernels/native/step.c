@@ -13,6 +13,21 @@ int ae_run_take(ae_context *ctx, const ae_take_args *a)
     return AE_OK;
 }
 
+int ae_run_columns(ae_context *ctx, const ae_columns_args *a)
+{
+    (void)ctx;
+    for (int64_t t = 0; t < a->rows; t++) {
+        const char *from = (const char *)a->x + t * a->stride * a->bytes;
+        char *to = (char *)a->out + t * a->size * a->bytes;
+        for (int64_t i = 0; i < a->size; i++)
+            if (a->bytes == 2)
+                ((uint16_t *)to)[i] = ((const uint16_t *)from)[a->index[i]];
+            else
+                ((uint32_t *)to)[i] = ((const uint32_t *)from)[a->index[i]];
+    }
+    return AE_OK;
+}
+
 int ae_run_put(ae_context *ctx, const ae_put_args *a)
 {
     (void)ctx;

@@ -49,7 +49,7 @@ class TritonOps:
         groups are no multiple of 16 inputs. The result's `weight` is a meta tensor where it is packed."""
         if linear.packed is not None:
             return linear
-        shape = torch.empty_like(linear.weight, device="meta")
+        shape = torch.empty(linear.weight.shape, dtype=linear.weight.dtype, device="meta")
         bias = None if linear.bias is None else linear.bias.to(self.device)
         if not linear.parts and linear.weight.dtype is fp8.E4M3:
             scale = torch.ones(linear.out_features, device=self.device)

@@ -55,10 +55,12 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight of packed parts, first rows first; bias fp32 [out] or None."""
+    """A weight of packed parts, first rows first; bias fp32 [out] or None. `order` int32 [in]: the input that each
+    column of the parts belongs to; None: columns are inputs."""
 
     parts: tuple[PackedPart, ...]
     bias: Tensor | None
+    order: Tensor | None = None
 
 
 def packable(parts: Sequence[Quantised]) -> bool:
@@ -68,7 +70,8 @@ def packable(parts: Sequence[Quantised]) -> bool:
 
 def pack(parts: Sequence[Quantised], bias: Tensor | None, device: torch.device) -> PackedWeight:
     held = tuple(_pack_part(part, device) for part in _joined(parts))
-    return PackedWeight(held, None if bias is None else bias.to(device, torch.float32).contiguous())
+    order = None if parts[0].order is None else parts[0].order.to(device)
+    return PackedWeight(held, None if bias is None else bias.to(device, torch.float32).contiguous(), order)
 
 
 def _joined(parts: Sequence[Quantised]) -> list[Quantised]:
@@ -117,7 +120,7 @@ def _columns(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """x [T, in] -> [T, out] of `dtype`. The number of rows chooses the block, so bits may depend on it."""
-    x = dense_last(x)
+    x = dense_last(x) if weight.order is None else x.index_select(1, weight.order)
     rows, outputs = len(x), sum(part.out_features for part in weight.parts)
     y = x.new_empty((rows, outputs), dtype=dtype)
     first = 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from aengine.errors import NotSupported
 from aengine.kernels.native import NativeOps
+from aengine.kernels.native.capture import Program, Sizes, record
 from aengine.kernels.native.library import NativeError
 from aengine.kernels.ops import Linear
 from aengine.kernels.quantised import Quantised
@@ -75,6 +77,30 @@ def test_against_the_oracle(ops: NativeOps, size_in: int, bits: int, group: int,
         for precise in (False, True) if bits == 4 else (False,):
             w = ops.prepare(linear_of(part, bias=bias, precise=precise))
             assert_near(ops.linear(x, w), linear_quantised(x, [part], bias, precise))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_in_another_order(ops: NativeOps, dtype: torch.dtype) -> None:
+    """What a captured step replays, too; and each row's bits are its own."""
+    random = torch.Generator().manual_seed(5)
+    order = torch.randperm(160, generator=random).int()
+    parts = tuple(replace(make(out, 160, bits), order=order) for out, bits in ((40, 4), (9, 8)))
+    w, x = ops.prepare(linear_of(*parts, dtype=dtype)), torch.randn(300, 200, generator=random).to(dtype)[:, 20:180]
+    got = ops.logits(x, w)
+    assert_near(got, linear_quantised(x, parts))
+    exact = x.double() @ torch.cat([part.dequantise() for part in parts]).double().T
+    assert (got - exact).norm() / exact.norm() < 2e-2
+    alone = torch.cat([ops.logits(x[row : row + 1], w) for row in range(len(x))])
+    assert torch.equal(got, alone)
+
+    taken = torch.zeros(7, 160, dtype=dtype)
+    replayed = record(ops, lambda other, sizes: other.logits(taken[: sizes.tokens], w), Sizes(7, 1, 1, 1))
+    program = Program(ops.context, replayed.calls)
+    for rows in (7, 3, 1):
+        taken[:rows] = x[:rows]
+        replayed.resize(Sizes(rows, 1, 1, 1))
+        program.run()
+        assert torch.equal(replayed.outputs[:rows], got[:rows])
 
 
 def test_bf16_in_and_out(ops: NativeOps) -> None:

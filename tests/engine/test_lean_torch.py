@@ -1,0 +1,30 @@
+"""A torch imported without what its compilers need computes, and can be completed."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+from aengine.engine import lean_torch
+
+lean_torch.import_torch()
+import torch
+
+left_out = ("torch._meta_registrations", "torch.distributed._meta_registrations", "torch._refs")
+assert not any(name in sys.modules for name in left_out), [name for name in left_out if name in sys.modules]
+assert not hasattr(torch, "_meta_registrations")
+x = torch.arange(6.0).view(2, 3)
+assert (x @ x.T).tolist() == [[5.0, 14.0], [14.0, 50.0]]
+shape = torch.empty(2, 3, device="meta")
+assert torch.cat([shape, shape]).view(3, 4)[1:].shape == (2, 4)
+lean_torch.import_left_out()
+assert torch._meta_registrations.__name__ == "torch._meta_registrations"
+assert len(vars(torch._meta_registrations)) > 100
+lean_torch.import_torch()
+print("done")
+"""
+
+
+def test_what_is_left_out_is_not_missed_and_can_be_had_later():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
