@@ -106,9 +106,12 @@ def _ops(config: EngineConfig, threads: int, ledger: Ledger) -> tuple[Ops, int]:
 
     if config.device.kernels == "reference":
         return ReferenceOps(), threads
-    native = load_native_ops(usable_home() / "native", threads)
+    isa = None if config.device.cpu_isa == "auto" else config.device.cpu_isa
+    native = load_native_ops(usable_home() / "native", threads, isa=isa)
     if not isinstance(native, Unavailable):
         return native, 1
+    if isa is not None:
+        raise ConfigError(f"cpu_isa is set to {isa}, but: {native.reason}", param="cpu_isa")
     if config.device.kernels == "native":
         raise ConfigError(f"kernels are set to native, but: {native.reason}", param="kernels")
     ledger.lines.append(f"no native kernels ({native.reason}): plain torch serves, at a fraction of the speed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aengine.kernels.native.build import Unavailable, build
+from aengine.kernels.native.build import Unavailable, build, lack_of
 from aengine.kernels.native.library import Context, load_library
 from aengine.kernels.native.ops import NativeOps
 
@@ -21,10 +21,12 @@ def load_native_ops(
 ) -> NativeOps | Unavailable:
     """Build (or find) the kernels under `cache_dir` and open them with `threads` threads.
 
-    `isa`: "avx512vnni", "avx512", "avx2", "portable" or None for the best this machine has. `compiler`: a program name
-    or path; None tries cc, gcc, clang. Takes some seconds the first time (11 s of processor time), 20 to 60 ms after
-    that.
+    `isa`: "avx512vnni", "avx512", "avx2vnni", "avx2", "portable" or None for the best this machine has. `compiler`: a
+    program name or path; None tries cc, gcc, clang. Takes some seconds the first time (11 s of processor time), 20 to
+    60 ms after that.
     """
+    if isa is not None and (lack := lack_of(isa)) is not None:
+        return Unavailable(lack)
     built = build(cache_dir, isas=None if isa is None else (isa,), compiler=compiler)
     if isinstance(built, Unavailable):
         return built
