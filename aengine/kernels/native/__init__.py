@@ -1,6 +1,6 @@
 """The native CPU backend: C kernels built on first use, called through ctypes, bitwise batch-invariant.
 
-Owns: `load_native_ops`, the one door other rooms use.
+Owns: `load_native_ops`, the one door other rooms use; which instruction sets the machine has.
 Does not know: models, runners, environment variables.
 Invariants: without a compiler or a writable cache the answer is a value that says why, never an exception.
 """
@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aengine.kernels.native.build import Unavailable, build, lack_of
+from aengine.kernels.native.build import Unavailable, build, lack_of, machine_isas
 from aengine.kernels.native.library import Context, load_library
 from aengine.kernels.native.ops import NativeOps
 
-__all__ = ["Context", "NativeOps", "Unavailable", "build", "load_library", "load_native_ops"]
+__all__ = [
+    "Context",
+    "NativeOps",
+    "Unavailable",
+    "build",
+    "lack_of",
+    "load_library",
+    "load_native_ops",
+    "machine_isas",
+]
 
 
 def load_native_ops(

@@ -14,7 +14,7 @@
 
 #define AE_EMULATED static inline __attribute__((always_inline))
 #define AE_PIN(v) (void)0 /* no register holds a vector of 64 bytes */
-#define AE_UNROLL_STEPS   /* a step is many instructions: one copy of it will do */
+#define AE_UNROLL         /* every step is many instructions: one copy of each will do */
 
 /* To each 32-bit sum, wrapping: vpdpbusd four products of an unsigned byte of a and a signed byte of b, vpdpwssd two of
  * signed 16-bit integers. Called, not inlined: a tile has hundreds. */

@@ -30,21 +30,18 @@ typedef struct {
 
 #if defined(__AVX2__) && AE_VL == 8 || defined(__AVX512BW__)
 #define AE_FAST_STEP 1
-#ifndef AE_UNROLL_STEPS
 #define AE_UNROLL_STEPS AE_UNROLL
-#endif
 #else /* a step is some 20 instructions: one copy of it will do */
 #define AE_FAST_STEP 0
 #define AE_UNROLL_STEPS
 #endif
 
 /* Keeps a sum in its register and its additions in order: compilers like to turn 8 steps into a tree and spill it. */
-#ifndef AE_PIN
-#if defined(__x86_64__) && AE_FAST_STEP
+#if defined(AE_PIN) /* emulated.h */
+#elif defined(__x86_64__) && AE_FAST_STEP
 #define AE_PIN(v) __asm__ volatile("" : "+v"(v))
 #else
 #define AE_PIN(v) (void)0
-#endif
 #endif
 
 #if AE_VL == 16 && defined(__AVX512VNNI__)

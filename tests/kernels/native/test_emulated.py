@@ -1,4 +1,4 @@
-"""The emulated instructions against their manual, and the steps of the integer product of every set against exact sums."""
+"""The emulated instructions against their manual; the integer product of every set against exact sums."""
 
 from __future__ import annotations
 
