@@ -16,6 +16,7 @@ _PUBLIC = {
     "AsyncClient": "aengine.client.async_client",
     "LLM": "aengine.engine.llm",
     "RequestStream": "aengine.engine.stream",
+    "describe_kernels": "aengine.engine.build_cpu",
     "describe_pages": "aengine.engine.build",
     "EngineConfig": "aengine.config",
     "ModelConfigArgs": "aengine.config",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from aengine.config import ServerConfig as ServerConfig
     from aengine.engine.async_engine import AsyncEngine as AsyncEngine
     from aengine.engine.build import describe_pages as describe_pages
+    from aengine.engine.build_cpu import describe_kernels as describe_kernels
     from aengine.engine.llm import LLM as LLM
     from aengine.engine.stream import RequestStream as RequestStream
     from aengine.errors import AengineError as AengineError

@@ -138,6 +138,9 @@ class DeviceConfig:
     )
     threads: int | None = _setting(None, "compute threads; unset: all cores")
     kernels: Literal["auto", "native", "reference"] = _setting("auto", "CPU kernels: compiled C, or plain torch")
+    cpu_isa: Literal["auto", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable"] = _setting(
+        "auto", "instruction set of the native kernels; auto: the best the processor and the compiler have"
+    )
     capture: bool = _setting(
         True, "replay steps as one call (native kernels) or as CUDA graphs; off: one operation at a time"
     )
@@ -155,6 +158,7 @@ class DeviceConfig:
     def __post_init__(self) -> None:
         _check_choice("device", self.device, ("auto", "cpu", "cuda", "sim"))
         _check_choice("kernels", self.kernels, ("auto", "native", "reference"))
+        _check_choice("cpu_isa", self.cpu_isa, ("auto", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable"))
         _check("threads", self.threads, 1, 1024, "threads")
         _check("sim_step_s", self.sim_step_s, 0.0, 60.0, "s")
         _check_choice("attention_backend", self.attention_backend, ("auto", "flashinfer", "triton", "reference"))

@@ -82,6 +82,7 @@ def examine(config: AengineConfig) -> Findings:
         _software,
         _compiler,
         _processor,
+        lambda found: _kernels(found, config),
         _memory,
         _store,
         lambda found: _port(found, config),
@@ -148,6 +149,16 @@ def _processor(found: Findings) -> None:
         found.problems.append(("the processor has no AVX2", hint))
     if os.getloadavg()[0] > 1.5 * cores:
         found.notes.append((f"load {os.getloadavg()[0]:.1f} on {cores} cores", "other programs slow the engine down"))
+
+
+def _kernels(found: Findings, config: AengineConfig) -> None:
+    """The instruction set of the CPU kernels. Compiles nothing."""
+    try:
+        found.facts.append(("processor", "kernels", aengine.describe_kernels(config.engine)))
+    except ConfigError as error:
+        found.problems.append((str(error), "name another cpu_isa, or leave it at auto"))
+    except ImportError as error:  # a library is missing: told above
+        found.notes.append((f"the kernels could not be examined: {error}", "install what is missing"))
 
 
 def _cpu_flags() -> set[str]:

@@ -95,6 +95,23 @@ def available_cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
+def describe_kernels(config: EngineConfig) -> str:
+    """The kernels that steps on the CPU would use, as far as it can be told without compiling them.
+
+    Raises ConfigError when `cpu_isa` names an instruction set that the processor lacks.
+    """
+    from aengine.kernels.native import lack_of, machine_isas
+
+    if config.device.kernels == "reference":
+        return "plain torch"
+    isa = config.device.cpu_isa
+    if isa == "auto":
+        return f"native, {machine_isas()[0]}"
+    if (lack := lack_of(isa)) is not None:
+        raise ConfigError(f"cpu_isa is set to {isa}, but: {lack}", param="cpu_isa")
+    return f"native, {isa} (cpu_isa; the best here is {machine_isas()[0]})"
+
+
 def _ops(config: EngineConfig, threads: int, ledger: Ledger) -> tuple[Ops, int]:
     """(kernels, threads for torch's own operators).
 
@@ -106,9 +123,12 @@ def _ops(config: EngineConfig, threads: int, ledger: Ledger) -> tuple[Ops, int]:
 
     if config.device.kernels == "reference":
         return ReferenceOps(), threads
-    native = load_native_ops(usable_home() / "native", threads)
+    isa = None if config.device.cpu_isa == "auto" else config.device.cpu_isa
+    native = load_native_ops(usable_home() / "native", threads, isa=isa)
     if not isinstance(native, Unavailable):
         return native, 1
+    if isa is not None:
+        raise ConfigError(f"cpu_isa is set to {isa}, but: {native.reason}", param="cpu_isa")
     if config.device.kernels == "native":
         raise ConfigError(f"kernels are set to native, but: {native.reason}", param="kernels")
     ledger.lines.append(f"no native kernels ({native.reason}): plain torch serves, at a fraction of the speed")

@@ -1,5 +1,6 @@
 """`aengine doctor`: facts, problems with hints, the exit code."""
 
+import importlib
 import json
 import socket
 
@@ -7,8 +8,9 @@ import pytest
 
 from aengine.cli import doctor
 from aengine.cli.options import config_of
-from aengine.config import AengineConfig, ServerConfig
+from aengine.config import AengineConfig, DeviceConfig, EngineConfig, ServerConfig
 
+build = importlib.import_module("aengine.kernels.native.build")  # its name is also a function's
 FREE = AengineConfig(server=ServerConfig(port=0))
 
 
@@ -68,6 +70,19 @@ def test_no_compiler_is_a_note_not_a_problem(store, monkeypatch):
 def test_processor_features_are_named_by_what_kernels_ask_for(store, monkeypatch):
     monkeypatch.setattr(doctor, "_cpu_flags", lambda: {"avx2", "avx512f", "avx_vnni", "amx_tile"})
     assert facts(doctor.examine(FREE))["features"] == "avx2 avx512 avx512_vnni amx"
+
+
+def test_the_instruction_set_of_the_kernels_is_told(store):
+    assert facts(doctor.examine(FREE))["kernels"] == f"native, {build.best_isa()}"
+    portable = AengineConfig(engine=EngineConfig(device=DeviceConfig(cpu_isa="portable")), server=FREE.server)
+    assert facts(doctor.examine(portable))["kernels"].startswith("native, portable (cpu_isa; the best here is")
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_a_problem(store, monkeypatch):
+    monkeypatch.setattr(build, "_machine_flags", lambda: {"avx2", "fma", "f16c", "avx512f"})
+    forced = AengineConfig(engine=EngineConfig(device=DeviceConfig(cpu_isa="avx512")), server=FREE.server)
+    (problem,) = doctor.examine(forced).problems
+    assert "lacks avx512bw avx512dq avx512vl of the instruction set avx512; it has avx2, portable" in problem[0]
 
 
 def test_an_old_processor_is_a_problem(store, monkeypatch):

@@ -40,7 +40,7 @@ from tests.kernels.native.paged import Pages, dense_attention, make_batch, make_
 
 F32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ["triton"] if INTERPRETED else ["reference", "native"] + ["triton"] * torch.cuda.is_available()
+BACKENDS = ["triton"] if INTERPRETED else ["reference", *ISAS] + ["triton"] * torch.cuda.is_available()
 TOLERANCE = {F32: 2e-5, BF16: 2**-6}
 
 
@@ -48,10 +48,10 @@ TOLERANCE = {F32: 2e-5, BF16: 2**-6}
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "reference":
         return ReferenceOps()
-    if request.param == "native":
+    if request.param in ISAS:
         built = build(request.config.cache.mkdir("native-kernels"), isas=ISAS)
         assert not isinstance(built, Unavailable), built.reason
-        return NativeOps(Context(load_library(built.path), threads=2, isa=ISAS[0]))
+        return NativeOps(Context(load_library(built.path), threads=2, isa=request.param))
     from aengine.kernels.triton import TritonOps
 
     return TritonOps(torch.device("cpu" if INTERPRETED else "cuda"))

@@ -377,7 +377,8 @@ enum {
     AE_OP_COUNT
 };
 
-/* isa: "avx512vnni", "avx512", "avx2", "portable", or NULL for the best this machine has. NULL when it lacks `isa` or memory. */
+/* isa: "avx512vnni", "avx512", "avx2vnni", "avx2", "portable", or NULL for the best that this machine has of
+ * those compiled. NULL when it lacks `isa` or memory. */
 AE_EXPORT ae_context *ae_context_create(const char *isa, int threads);
 AE_EXPORT void ae_context_destroy(ae_context *);
 AE_EXPORT const char *ae_context_isa(const ae_context *);

@@ -28,16 +28,6 @@ static attn_product *const products[] = {AE_EACH_MR(PRODUCT_OF)};
 #if defined(__AVX2__)
 #define AE_DIRECT 3 /* up to so many query rows take their scores straight from the pages */
 
-/* Rounds as vf_fma does, which has no fused form where 16 lanes are made of two vectors. */
-AE_INLINE __m256 fma_eight(__m256 a, __m256 b, __m256 c)
-{
-#if AE_VL == 16 && !defined(__AVX512F__)
-    return _mm256_add_ps(_mm256_mul_ps(a, b), c);
-#else
-    return _mm256_fmadd_ps(a, b, c);
-#endif
-}
-
 /* acc[k][i] += the rows' products with 16 bytes of each of two eights of keys. */
 AE_INLINE void add_eights(const int mr, const int kind, const float *x, int64_t ldx, attn_eight e0, attn_eight e1,
                           int64_t offset, __m256 acc[2][AE_DIRECT])
@@ -51,8 +41,8 @@ AE_INLINE void add_eights(const int mr, const int kind, const float *x, int64_t 
         AE_UNROLL
         for (int i = 0; i < mr; i++) {
             const __m256 xi = _mm256_broadcast_ss(x + i * ldx + j);
-            acc[0][i] = fma_eight(xi, k0, acc[0][i]);
-            acc[1][i] = fma_eight(xi, k1, acc[1][i]);
+            acc[0][i] = _mm256_fmadd_ps(xi, k0, acc[0][i]);
+            acc[1][i] = _mm256_fmadd_ps(xi, k1, acc[1][i]);
         }
     }
     __asm__ volatile("" ::: "memory");
@@ -80,7 +70,7 @@ AE_INLINE void direct_product(const int mr, const int kind, const float *x, int6
             for (int j = 0; j < 8; j++) keys[j] = load_one(eight[k].row + j * eight[k].step, d, kind);
             AE_UNROLL
             for (int i = 0; i < mr; i++)
-                acc[k][i] = fma_eight(_mm256_broadcast_ss(x + i * ldx + d), _mm256_loadu_ps(keys), acc[k][i]);
+                acc[k][i] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + i * ldx + d), _mm256_loadu_ps(keys), acc[k][i]);
         }
     AE_UNROLL
     for (int i = 0; i < 2 * mr; i++) _mm256_storeu_ps(c + i / 2 * AE_SCORES + i % 2 * 8, acc[i % 2][i / 2]);

@@ -32,20 +32,30 @@ _KERNEL_UNITS = (
 # Contraction off: sums and products are fused only where the source says so (see simd.h).
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+# Run by AVX2 instructions: see emulated.h. One optimisation level less, for the compiler's time.
+_EMULATED = (*_AVX2, "-O1", "-Wno-psabi", "-include", str(SOURCES / "emulated.h"))
+# The best stands first.
 SETS: dict[str, tuple[str, ...]] = {
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx2vnni": (*_AVX2, "-mavxvnni"),
+    "avx2": _AVX2,
     "portable": (),
-    # 16 lanes made of two AVX2 vectors: runs what avx512vnni compiles on machines without it. For tests only.
-    "wide": ("-mavx2", "-mfma", "-mf16c", "-DAE_VL=16"),
+    # For tests only: what the sets of those names compile, on machines without them.
+    "emulated_avx512vnni": (*_EMULATED, "-DAE_EMULATE_AVX512VNNI"),
+    "emulated_avx512": (*_EMULATED, "-DAE_EMULATE_AVX512"),
+    "emulated_avx2vnni": (*_EMULATED, "-DAE_EMULATE_AVX2VNNI"),
 }
 _AVX2_FLAGS = {"avx2", "fma", "f16c"}
 _AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", *_AVX2_FLAGS}
-_CPU_FLAGS = {
+# As /proc/cpuinfo names them: the system leaves out what it would not save.
+_CPU_FLAGS: dict[str, set[str]] = {
     "avx512vnni": {"avx512_vnni", *_AVX512_FLAGS},
     "avx512": _AVX512_FLAGS,
+    "avx2vnni": {"avx_vnni", *_AVX2_FLAGS},
     "avx2": _AVX2_FLAGS,
+    "portable": set(),
 }
 _TIMEOUT_S = 120.0
 
@@ -73,27 +83,56 @@ class _Unit:
     flags: tuple[str, ...]
 
 
+def machine_isas() -> tuple[str, ...]:
+    """The instruction sets this machine has, the best first; "portable" alone where its flags cannot be read."""
+    flags = _machine_flags()
+    return tuple(name for name, needed in _CPU_FLAGS.items() if needed <= flags)
+
+
 def best_isa() -> str:
-    """The widest instruction set this machine has; "portable" where its flags cannot be read."""
+    return machine_isas()[0]
+
+
+def lack_of(isa: str) -> str | None:
+    """Why the kernels for `isa` cannot run here, in words; None when they can."""
+    if isa not in _CPU_FLAGS:
+        return f"there is no instruction set {isa!r}; there are {', '.join(_CPU_FLAGS)}"
+    missing = sorted(_CPU_FLAGS[isa] - _machine_flags())
+    if not missing:
+        return None
+    return f"the processor lacks {' '.join(missing)} of the instruction set {isa}; it has {', '.join(machine_isas())}"
+
+
+def _machine_flags() -> set[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return "portable"
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
-    return next((name for name, needed in _CPU_FLAGS.items() if needed <= flags), "portable")
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
 
 
 def build(cache_dir: Path, *, isas: Sequence[str] | None = None, compiler: str | None = None) -> Built | Unavailable:
     """Return a library with the kernels for `isas`, compiling it if `cache_dir` does not hold it yet.
 
-    `isas` None: `best_isa()` alone (about 5 s of compiling, shared by all cores). `compiler` None: cc, gcc or clang.
+    `isas` None: the best of `machine_isas()` that the compiler knows, alone (about 5 s of compiling, shared by all
+    cores). `compiler` None: cc, gcc or clang.
     """
-    sets = tuple(isas) if isas is not None else (best_isa(),)
-    started = time.perf_counter()
     program = _find_compiler(compiler)
     if program is None:
         wanted = compiler if compiler is not None else ", ".join(COMPILERS)
         return Unavailable(f"no C compiler found (tried {wanted})")
+    choices = [(isa,) for isa in machine_isas()] if isas is None else [tuple(sorted(isas, key=list(SETS).index))]
+    failures: list[Unavailable] = []
+    for sets in choices:
+        built = _build(cache_dir, program, sets)
+        if isinstance(built, Built):
+            return built
+        failures.append(built)
+    return failures[0]
+
+
+def _build(cache_dir: Path, program: str, sets: Sequence[str]) -> Built | Unavailable:
+    started = time.perf_counter()
     try:
         target = cache_dir / f"native-{_digest(program, sets)}.so"
         compiled = not target.exists()
@@ -123,8 +162,8 @@ def _units(sets: Sequence[str]) -> tuple[_Unit, ...]:
         for source in _KERNEL_UNITS
         for name in sets
     ]
-    have = tuple(f"-DAE_HAVE_{name}" for name in sets)
-    return (*kernels, *(_Unit(source, f"{source}.o", have) for source in _COMMON_UNITS))
+    have = "-DAE_SETS(X)=" + "".join(f"X({name})" for name in sets)
+    return (*kernels, *(_Unit(source, f"{source}.o", (have,)) for source in _COMMON_UNITS))
 
 
 def _digest(program: str, sets: Sequence[str]) -> str:

@@ -13,52 +13,43 @@
 #include <cpuid.h>
 #endif
 
-/* The build defines AE_HAVE_x for every set it compiled; the best stands first. */
-extern const ae_kernels ae_kernels_avx512vnni, ae_kernels_avx512, ae_kernels_avx2, ae_kernels_portable, ae_kernels_wide;
-static const ae_kernels *const compiled[] = {
-#if defined(AE_HAVE_avx512vnni)
-    &ae_kernels_avx512vnni,
-#endif
-#if defined(AE_HAVE_avx512)
-    &ae_kernels_avx512,
-#endif
-#if defined(AE_HAVE_avx2)
-    &ae_kernels_avx2,
-#endif
-#if defined(AE_HAVE_portable)
-    &ae_kernels_portable,
-#endif
-#if defined(AE_HAVE_wide)
-    &ae_kernels_wide,
-#endif
-    NULL,
-};
+/* The build defines AE_SETS(X) as X(name) X(name) .. for every set it compiled, the best first. */
+#define AE_DECLARE(NAME) extern const ae_kernels ae_kernels_##NAME;
+#define AE_ADDRESS(NAME) &ae_kernels_##NAME,
+AE_SETS(AE_DECLARE)
+static const ae_kernels *const compiled[] = {AE_SETS(AE_ADDRESS) NULL};
 
 #define AE_HUGE_PAGE (2 << 20)
 
 #if defined(__x86_64__)
-/* Asked of the processor itself: not every compiler's run-time library answers __builtin_cpu_supports. The system must
- * also save the registers (xgetbv: bits 1, 2 for 256-bit, 5 to 7 for 512-bit). */
-enum { X86_AVX2, X86_AVX512, X86_AVX512VNNI };
+enum { X86_AVX2 = 1, X86_AVX2VNNI = 2, X86_AVX512 = 4, X86_AVX512VNNI = 8 };
 
-static int x86_has(int level)
+/* Asked of the processor itself: not every compiler's run-time library answers __builtin_cpu_supports. The system must
+ * also save the registers (xgetbv: bits 1, 2 for 256-bit, 5 to 7 for 512-bit and masks). */
+static int x86_features(void)
 {
+    const unsigned wide = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL, avx_vnni = 1 << 4;
     unsigned a, b, c, d, saved, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA) || !(c & bit_F16C) || !(c & bit_OSXSAVE)) return 0;
     __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if ((saved & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return 0;
-    const unsigned wide = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
-    if (level >= X86_AVX512 && ((saved & 0xe0) != 0xe0 || (b & wide) != wide)) return 0;
-    return level < X86_AVX512VNNI || (c & bit_AVX512VNNI) != 0;
+    int has = X86_AVX2;
+    if ((saved & 0xe0) == 0xe0 && (b & wide) == wide) has |= X86_AVX512 | (c & bit_AVX512VNNI ? X86_AVX512VNNI : 0);
+    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & avx_vnni)) has |= X86_AVX2VNNI;
+    return has;
 }
 #endif
 
 static int machine_has(const char *isa)
 {
 #if defined(__x86_64__)
-    if (strcmp(isa, "avx512vnni") == 0) return x86_has(X86_AVX512VNNI);
-    if (strcmp(isa, "avx512") == 0) return x86_has(X86_AVX512);
-    if (strcmp(isa, "avx2") == 0 || strcmp(isa, "wide") == 0) return x86_has(X86_AVX2);
+    static const struct {
+        const char *name;
+        int needs;
+    } sets[] = {{"avx512vnni", X86_AVX512VNNI}, {"avx512", X86_AVX512}, {"avx2vnni", X86_AVX2VNNI}, {"avx2", X86_AVX2}};
+    if (strncmp(isa, "emulated_", 9) == 0) return x86_features() & X86_AVX2;
+    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++)
+        if (strcmp(isa, sets[i].name) == 0) return x86_features() & sets[i].needs;
 #endif
     return strcmp(isa, "portable") == 0;
 }

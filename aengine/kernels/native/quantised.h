@@ -6,7 +6,7 @@
  * Codes of 4 bits: one vector a step, low nibbles for the first VL outputs of the panel, high nibbles for the other VL.
  * Codes of 8 bits: two vectors a step, stored with 128 added; 128 times the sum of the activations is taken off.
  *
- * Products of bytes: VNNI and plain C multiply into 32-bit sums; where AE_SPLIT (AVX2, AVX-512 without VNNI) into 16-bit
+ * Products of bytes: VNNI and plain C multiply into 32-bit sums; where AE_SPLIT (no VNNI) into 16-bit
  * sums, which a whole unit of nibbles cannot overflow (8 steps x 2 x 15 x 127 = 30,480). Products of wide segments: codes
  * become 16-bit integers, a step being two: inputs 0 and 2 of its four, then 1 and 3. Their 32-bit sums cannot overflow
  * (32 x 255 x 32,767 = 267,378,720, and 128 taken off half of that). Every way yields the same integer.
@@ -37,7 +37,8 @@ typedef struct {
 #endif
 
 /* Keeps a sum in its register and its additions in order: compilers like to turn 8 steps into a tree and spill it. */
-#if defined(__x86_64__) && AE_FAST_STEP
+#if defined(AE_PIN) /* emulated.h */
+#elif defined(__x86_64__) && AE_FAST_STEP
 #define AE_PIN(v) __asm__ volatile("" : "+v"(v))
 #else
 #define AE_PIN(v) (void)0
@@ -55,6 +56,18 @@ AE_INLINE vi multiply_bytes(vu w, vu x) { return (vi)_mm512_maddubs_epi16((__m51
 AE_INLINE vi multiply_pairs(vu w, vu x) { return (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x); }
 AE_INLINE vi add_16(vi a, vi b) { return (vi)_mm512_add_epi16((__m512i)a, (__m512i)b); }
 AE_INLINE vi codes_total(vi sum) { return (vi)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
+
+#elif AE_VL == 8 && defined(__AVXVNNI__)
+#define AE_SPLIT 0
+AE_INLINE vi codes_step(vi sum, vu w, vu x)
+{
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
+AE_INLINE vi pairs_step(vi sum, vu w, vu x)
+{
+    return (vi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
+AE_INLINE vi codes_total(vi sum) { return sum; }
 
 #elif AE_VL == 8 && defined(__AVX2__)
 #define AE_SPLIT 1

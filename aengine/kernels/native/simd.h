@@ -32,7 +32,8 @@
 #define AE_CAT(a, b) AE_CAT2(a, b)
 #define AE_FN(name) AE_CAT(name, AE_ISA)
 
-#if defined(__clang__)
+#if defined(AE_UNROLL) /* emulated.h */
+#elif defined(__clang__)
 #define AE_UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define AE_UNROLL _Pragma("GCC unroll 32")

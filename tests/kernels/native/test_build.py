@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from aengine.kernels.native import Context, NativeOps, Unavailable, build, load_
 from aengine.kernels.native.build import Built, best_isa
 from aengine.kernels.native.library import ABI, CALL, LINEAR_ARGS, NativeError, WeightMemory, check
 from aengine.kernels.ops import Linear
+
+build_module = importlib.import_module("aengine.kernels.native.build")  # its name is also a function's
 
 
 def test_second_build_is_found_in_the_cache(tmp_path: Path) -> None:
@@ -86,6 +89,45 @@ def test_context_of_an_unknown_set_or_thread_count(library_path: Path) -> None:
     with pytest.raises(OSError, match="0 threads"):
         Context(library, threads=0)
     assert Context(library, threads=1).isa == best_isa()
+
+
+@pytest.mark.parametrize(
+    ("flags", "best"),
+    [
+        ("avx2 fma f16c", "avx2"),
+        ("avx2 fma", "portable"),
+        ("avx2 fma f16c avx_vnni", "avx2vnni"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq", "avx512"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx_vnni", "avx2vnni"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx_vnni", "avx512vnni"),
+    ],
+)
+def test_which_set_is_chosen(monkeypatch: pytest.MonkeyPatch, flags: str, best: str) -> None:
+    monkeypatch.setattr(build_module, "_machine_flags", lambda: set(flags.split()))
+    assert best_isa() == best
+
+
+def test_a_set_that_cannot_run_is_refused_before_it_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "_machine_flags", lambda: {"avx2", "fma", "f16c"})
+    refused = load_native_ops(tmp_path, 1, isa="avx512vnni")
+    assert isinstance(refused, Unavailable)
+    assert "lacks avx512_vnni avx512bw avx512dq avx512f avx512vl" in refused.reason
+    unknown = load_native_ops(tmp_path, 1, isa="mmx")
+    assert isinstance(unknown, Unavailable)
+    assert "no instruction set 'mmx'" in unknown.reason
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_compiler_that_lacks_a_set_gets_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old compilers do not know the newest processors: their users keep the kernels that they had."""
+    monkeypatch.setattr(build_module, "_machine_flags", lambda: {"avx2", "fma", "f16c", "avx_vnni"})
+    script = 'for last; do case $last in -mavx*) exit 1;; --version) exit 0; esac; done; echo content > "$last"'
+    compiler = fake_compiler(tmp_path, script)
+    built = build(tmp_path / "cache", compiler=compiler)
+    assert isinstance(built, Built)
+    assert built.path == build(tmp_path / "cache", isas=("portable",), compiler=compiler).path  # type: ignore[union-attr]
 
 
 def test_status_becomes_an_error() -> None:
