@@ -15,7 +15,7 @@ from aengine.server.body import read_body
 from aengine.server.chat_frames import ChatFrames, ChunkOptions, chat_answer
 from aengine.server.context import CONTEXT, IGNORED
 from aengine.server.envelope import json_response
-from aengine.server.jobs import JobHead, collect, submit
+from aengine.server.jobs import Job, JobHead, collect, submit
 from aengine.server.prompts import chat_prompt
 from aengine.server.sampling import chat_sampling, renamed
 from aengine.server.schemas import ChatBody, GenerationBody
@@ -26,6 +26,22 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     engine = context.ready()
     body = (await read_body(request, ChatBody)).value
+    try:
+        job = await start_chat(request, body, "chatcmpl")
+    except InvalidRequest as error:
+        raise _as_sent(error, body) from None
+    options = chunk_options(body, logprobs=bool(body.logprobs))
+    async with job:
+        if body.stream:
+            frames = ChatFrames(job, options, engine.text)
+            return await stream_job(request, job, frames, context.config.keepalive_s)
+        return json_response(chat_answer(job, await collect(job), options, engine.text))
+
+
+async def start_chat(request: web.Request, body: ChatBody, prefix: str) -> Job:
+    """Submits a chat whose id begins with `prefix`, for whichever endpoint; raises typed errors in a chat's terms."""
+    context = request.app[CONTEXT]
+    engine = context.ready()
     model = context.served_name(body.model)
     sampling = chat_sampling(body, engine.model.vocab_size)
     if body.chat_template is None:
@@ -33,26 +49,17 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     if body.tools and "tools" not in (engine.text.chat_template or ""):
         request[IGNORED] = (*request.get(IGNORED, ()), "tools")  # answered all the same: front-ends always send them
     prompt = await chat_prompt(body, engine, sampling.max_tokens)
-    options = chunk_options(body, logprobs=bool(body.logprobs))
-    head = JobHead.new("chatcmpl", model, context.fingerprint())
+    head = JobHead.new(prefix, model, context.fingerprint())
     context.ready()  # rendering took its time in a thread; the server may have begun to drain
-    try:
-        job = await submit(
-            engine,
-            head,
-            [prompt.ids],
-            sampling,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            images=prompt.images,
-        )
-    except InvalidRequest as error:
-        raise _as_sent(error, body) from None
-    async with job:
-        if body.stream:
-            frames = ChatFrames(job, options, engine.text)
-            return await stream_job(request, job, frames, context.config.keepalive_s)
-        return json_response(chat_answer(job, await collect(job), options, engine.text))
+    return await submit(
+        engine,
+        head,
+        [prompt.ids],
+        sampling,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        images=prompt.images,
+    )
 
 
 def _as_sent(error: InvalidRequest, body: ChatBody) -> InvalidRequest:
