@@ -23,14 +23,14 @@ _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
 class ResponseFrames:
-    """The events of one streamed response. Without streaming, its collector: feed it all deltas, then read `response`."""
+    """The events of one streamed response. Without streaming, its collector: feed it all deltas, read `response`."""
 
     def __init__(self, job: Job, body: ResponsesBody, blocks: Blocks, text: TokenTexts) -> None:
         self._job = job
         self._body = body
         self._blocks = blocks
         self._text = text
-        self._number = 0
+        self._number = 2  # of the next event; the opening's two are made after the first delta's
         self._items: list[dict[str, Any]] = []  # those that are done
         self._entries: list[TokenLogprob] = []  # of tokens whose text no event has shown yet
         self._shown: list[dict[str, Any]] = []  # log-probabilities of the open text
@@ -38,10 +38,9 @@ class ResponseFrames:
         self._finish: FinishReason | None = None
 
     def opening(self) -> bytes:
-        response = self._response("in_progress")
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        response = self._response("in_progress") | {"output": []}
+        names = ("response.created", "response.in_progress")
+        return b"".join(_frame(name, i, {"response": response}) for i, name in enumerate(names))
 
     idle_opening = opening
 
@@ -71,9 +70,8 @@ class ResponseFrames:
         return self._response("completed")
 
     def _event(self, type: str, **fields: Any) -> bytes:
-        data = encode_json({"type": type, "sequence_number": self._number, **fields})
         self._number += 1
-        return b"event: " + type.encode() + b"\ndata: " + data + b"\n\n"
+        return _frame(type, self._number - 1, fields)
 
     def _change(self, change: Opened | Grew | Closed) -> bytes:
         match change:
@@ -108,19 +106,23 @@ class ResponseFrames:
         shown, self._shown = self._shown, []
         if block.kind == "text":
             shown += self._logprobs()
-        status = "incomplete" if self._finish is FinishReason.LENGTH and block is self._blocks.done[-1] else "completed"
-        item = _item(block, id, status, shown, text)
+        cut = self._finish is FinishReason.LENGTH and block is self._blocks.done[-1]
+        item = _item(block, id, "incomplete" if cut else "completed", shown, text)
         self._items.append(item)
-        done = self._event("response.output_item.done", output_index=block.index, item=item)
+        whole = self._whole(block, id, text, shown)
+        return whole + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _whole(self, block: Block, id: str, text: str, shown: list[dict[str, Any]]) -> bytes:
+        """What tells the whole text of a block, before its item is done."""
         if block.kind == "call":
             where = {"item_id": id, "output_index": block.index, "name": block.name}
-            return self._event("response.function_call_arguments.done", **where, arguments=text) + done
-        place, part = self._place(block), _part(block, shown, text)
+            return self._event("response.function_call_arguments.done", **where, arguments=text)
+        place = self._place(block)
         if block.kind == "reasoning":
-            whole = self._event("response.reasoning_text.done", **place, text=text)
+            told = self._event("response.reasoning_text.done", **place, text=text)
         else:
-            whole = self._event("response.output_text.done", **place, text=text, logprobs=shown)
-        return whole + self._event("response.content_part.done", **place, part=part) + done
+            told = self._event("response.output_text.done", **place, text=text, logprobs=shown)
+        return told + self._event("response.content_part.done", **place, part=_part(block, shown, text))
 
     def _logprobs(self) -> list[dict[str, Any]]:
         """The entries that no event has shown yet."""
@@ -172,6 +174,11 @@ class ResponseFrames:
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": job.prompt_tokens + job.completion_tokens,
         }
+
+
+def _frame(type: str, number: int, fields: dict[str, Any]) -> bytes:
+    data = encode_json({"type": type, "sequence_number": number, **fields})
+    return b"event: " + type.encode() + b"\ndata: " + data + b"\n\n"
 
 
 def _item(block: Block, id: str, status: str, logprobs: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
