@@ -43,8 +43,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def chat_request(body: CountBody) -> ChatRequest:
     """Raises InvalidRequest."""
-    if not body.messages:
-        raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
     drafts = Drafts()
     if body.system:
         drafts.say("system", "system", _inner(body.system, "system"))
@@ -53,6 +51,8 @@ def chat_request(body: CountBody) -> ChatRequest:
     tools, dropped = _tools(body.tools or ())
     wishes = body.output_config
     messages = drafts.messages()
+    if not messages:
+        raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
     chat = ChatBody(
         messages=messages,
         continue_final_message=(messages[-1].role == "assistant" and not messages[-1].tool_calls) or None,
@@ -101,8 +101,8 @@ def _add(drafts: Drafts, turn: Turn, path: str) -> None:
             drafts.say(path, turn.role, said)
             said = []
         _other(drafts, turn.role, block, where)
-    if said:
-        drafts.say(path, turn.role, said)
+    if said or not turn.content:
+        drafts.say(path, turn.role, said or "")
 
 
 def _other(drafts: Drafts, role: str, block: ContentBlock, path: str) -> None:
