@@ -7,10 +7,13 @@ Invariants: every fault of the request is raised before anything is submitted.
 
 from __future__ import annotations
 
+from functools import partial
+
 from aiohttp import web
 from msgspec.structs import replace
 
 from aengine.errors import InvalidRequest
+from aengine.server.answers import answer_form, thought_tokens
 from aengine.server.body import read_body
 from aengine.server.chat_frames import ChatFrames, ChunkOptions, chat_answer
 from aengine.server.context import CONTEXT, IGNORED
@@ -20,6 +23,7 @@ from aengine.server.prompts import chat_prompt
 from aengine.server.sampling import chat_sampling, renamed
 from aengine.server.schemas import ChatBody, GenerationBody
 from aengine.server.sse import stream_job
+from aengine.server.tools import knows_tools
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -30,9 +34,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     sampling = chat_sampling(body, engine.model.vocab_size)
     if body.chat_template is None:
         sampling = replace(sampling, stop=(*sampling.stop, *engine.model.chat_stops))
-    if body.tools and "tools" not in (engine.text.chat_template or ""):
+    form = answer_form(body, engine.text, context.config)
+    if body.tools and not (form.use.written or knows_tools(body.chat_template or engine.text.chat_template)):
         request[IGNORED] = (*request.get(IGNORED, ()), "tools")  # answered all the same: front-ends always send them
-    prompt = await chat_prompt(body, engine, sampling.max_tokens)
+    prompt = await chat_prompt(body, engine, sampling.max_tokens, tool_parser=context.config.tool_parser)
+    sampling = await form.sampling(sampling, prompt.ids, engine.text)
     options = chunk_options(body, logprobs=bool(body.logprobs))
     head = JobHead.new("chatcmpl", model, context.fingerprint())
     context.ready()  # rendering took its time in a thread; the server may have begun to drain
@@ -48,11 +54,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         )
     except InvalidRequest as error:
         raise _as_sent(error, body) from None
+    readers = form.readers(job.choices, prompt.ids, engine.text)
+    if readers is not None:
+        job.reasoning_tokens = partial(thought_tokens, readers)
     async with job:
         if body.stream:
-            frames = ChatFrames(job, options, engine.text)
+            frames = ChatFrames(job, options, engine.text, readers)
             return await stream_job(request, job, frames, context.config.keepalive_s)
-        return json_response(chat_answer(job, await collect(job), options, engine.text))
+        return json_response(chat_answer(job, await collect(job), options, engine.text, readers))
 
 
 def _as_sent(error: InvalidRequest, body: ChatBody) -> InvalidRequest:

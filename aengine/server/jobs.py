@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -46,6 +46,7 @@ class Job:
         self.streams = streams
         self.n = n
         self.open_choices = n * len(streams)
+        self.reasoning_tokens: Callable[[], int | None] = lambda: None  # set by whoever reads the thoughts
         self._pumps: list[asyncio.Task[None]] = []
 
     @property
@@ -126,12 +127,15 @@ class Job:
         """OpenAI's usage object; `completion_tokens` where tokens were made that the client does not get."""
         prompt = self.prompt_tokens
         completion = self.completion_tokens if completion_tokens is None else completion_tokens
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if (thoughts := self.reasoning_tokens()) is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return usage
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ def _call(raw: bytes) -> Call | None:
     if inner[:1] == b"{":
         fields = _decode(inner)
         inner = b""
-    name = msgspec.json.decode(fields["name"] if "name" in fields else inner or b"null")
+    name = msgspec.json.decode(fields.get("name", inner or b"null"))
     if not isinstance(name, str) or not name:
         return None
     arguments = next((bytes(fields[key]) for key in _ARGUMENTS if key in fields), b"{}").strip()
@@ -144,6 +144,7 @@ def _kinds(schema: object) -> set[str]:
     if isinstance(schema.get("enum"), list):
         kinds |= {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
     for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) if isinstance(schema.get(union), list) else ():
-            kinds |= _kinds(choice) if choice is not schema else set()
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            kinds |= _kinds(choice)
     return kinds

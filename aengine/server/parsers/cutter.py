@@ -32,7 +32,7 @@ def call_id(short: bool) -> str:
 
 
 class Cutter:
-    """An AnswerParser. `opened`: the prompt ended with the opening mark of `think`. `tools`: name -> parameters' schema."""
+    """An AnswerParser. `opened`: the prompt ended with the mark that opens thoughts. `tools`: name -> schema."""
 
     def __init__(
         self,

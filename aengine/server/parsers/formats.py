@@ -41,6 +41,7 @@ class CallFormat:
     reader: Callable[[str, Schemas], CallReader]  # the mark that was found, name -> parameters' schema
     bare: bool = False
     short_ids: bool = False
+    tokens: tuple[str, ...] = ()  # parts of its shape that are tokens of their own in models trained on it
 
     def written(self, name: str) -> tuple[str, str]:
         """What stands before and behind the arguments of a call."""
@@ -68,9 +69,9 @@ def _mistral(mark: str, tools: Schemas) -> CallReader:
 
 
 _JSON_CALL = '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"
-HERMES = CallFormat("hermes", (_TAG,), Shape(*_JSON_CALL, separator="\n"), _hermes)
+HERMES = CallFormat("hermes", (_TAG,), Shape(*_JSON_CALL, separator="\n"), _hermes, tokens=(_TAG, _TAG_END))
 # Enforced calls are JSON in this format too: a schema's values cannot be enforced inside tags.
-QWEN = CallFormat("qwen", (_TAG, "<function="), Shape(*_JSON_CALL, separator="\n"), _qwen)
+QWEN = CallFormat("qwen", (_TAG, "<function="), Shape(*_JSON_CALL, separator="\n"), _qwen, tokens=(_TAG, _TAG_END))
 LLAMA3_JSON = CallFormat(
     "llama3_json",
     ("<|python_tag|>",),
@@ -79,13 +80,21 @@ LLAMA3_JSON = CallFormat(
     bare=True,
 )
 _CALLS = "[TOOL_CALLS]"
-MISTRAL = CallFormat("mistral", (_CALLS,), Shape(_CALLS, "[ARGS]", "", quoted=False), _mistral, short_ids=True)
+MISTRAL = CallFormat(
+    "mistral",
+    (_CALLS,),
+    Shape(_CALLS, "[ARGS]", "", quoted=False),
+    _mistral,
+    short_ids=True,
+    tokens=(_CALLS, "[ARGS]"),
+)
 MISTRAL_ARRAY = CallFormat(
     "mistral",
     (_CALLS,),
     Shape('{"name": "', '", "arguments": ', "}", separator=", ", first=f"{_CALLS} [", last="]"),
     _mistral,
     short_ids=True,
+    tokens=(_CALLS,),
 )
 FORMATS = {format.name: format for format in (HERMES, LLAMA3_JSON, MISTRAL, QWEN)}
 

@@ -9,7 +9,7 @@ it gave up on is text up to that place, and is not looked at again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -188,7 +188,7 @@ class NamedReader:
 
 
 class TagReader:
-    """`<function=name>` with parameter tags, from behind `<function=`; then `</function>` and perhaps `</tool_call>`."""
+    """`<function=name>` and parameter tags, from behind `<function=`; then `</function>` and perhaps `</tool_call>`."""
 
     END, OUTER_END = "</function>", "</tool_call>"
 
@@ -260,6 +260,3 @@ class EitherReader:
 
     def head(self) -> Head | None:
         return None if self._chosen is None else self._chosen.head()
-
-
-MakeReader = Callable[[], CallReader]

@@ -44,8 +44,8 @@ class Span(Enum):
 
 
 class JsonSpan:
-    """Finds where the object or array that begins at `start` ends. It balances brackets and quotes; it refuses only what
-    no JSON has outside strings, so a whole span may still be no JSON. `end`: behind it, or at what broke it."""
+    """Finds where the object or array that begins at `start` ends. It balances brackets and quotes and refuses only
+    what no JSON has outside strings, so a whole span may still be no JSON. `end`: behind it, or at what broke it."""
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
