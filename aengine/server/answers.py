@@ -1,6 +1,6 @@
 """How the answers to one chat request are read, and what holds the model to their form.
 
-Owns: `AnswerForm`, made from a body, the chat template and the settings; the reader of each choice; the grammar.
+Owns: `AnswerForm`, made from a body, the chat template and the settings; the parser of each choice; the grammar.
 Does not know: HTTP, wire formats, the formats of calls.
 Invariants: a form is decided before anything is submitted, so that every fault is a 4xx; without tools and thoughts
 there is no parser, and text passes as it is.
@@ -23,9 +23,9 @@ from aengine.server.parsers.cutter import Cutter
 from aengine.server.parsers.enforce import enforced, tool_grammar
 from aengine.server.parsers.mark_tokens import MarkText, mark_tokens
 from aengine.server.parsers.thinking import ThinkMarks, ThoughtCount, find_marks, prompt_opens
-from aengine.server.pieces import AnswerParser, CallStart, Piece, Reasoning
+from aengine.server.pieces import AnswerParser, CallArguments, CallStart, Piece, Reasoning, Text
 from aengine.server.tools import ToolFields, ToolUse, tool_use
-from aengine.types import FinishReason, OutputDelta, SamplingParams
+from aengine.types import FinishReason, SamplingParams
 
 
 class AnswerFields(ToolFields, Protocol):
@@ -82,11 +82,15 @@ class AnswerForm:
         calls = () if format is None else (*format.marks, *format.tokens)
         return calls if think is None else (*calls, think.open, think.close)
 
-    def parser(self, opened: bool) -> AnswerParser | None:
-        """A new parser for one choice. `opened`: the prompt ended inside the thoughts."""
+    def parsers(self, choices: int, prompt_ids: Sequence[int], text: TextFacts) -> list[AnswerParser] | None:
+        """One per choice; None: the text is the answer."""
         if self.use.format is None and self.think is None:
             return None
-        return Cutter(
+        opened = prompt_opens(self.think, prompt_ids, text)
+        return [self._parser(opened) for _ in range(choices)]
+
+    def _parser(self, opened: bool) -> AnswerParser:
+        cutter = Cutter(
             think=self.think,
             opened=opened,
             format=self.use.format,
@@ -94,19 +98,14 @@ class AnswerForm:
             parallel=self._several,
             enforced=self.use.forced,
         )
+        return cutter if self.show_reasoning else WithoutReasoning(cutter)
 
-    def readers(self, choices: int, prompt_ids: Sequence[int], text: TextFacts) -> list[ChoiceReader] | None:
-        """One per choice; None: the text is the answer."""
+    def thoughts(self, choices: int, prompt_ids: Sequence[int], text: TextFacts) -> list[ThoughtCount] | None:
+        """Counts of the choices' reasoning tokens; None: the model does not think."""
+        if self.think is None:
+            return None
         opened = prompt_opens(self.think, prompt_ids, text)
-        made = [self.parser(opened) for _ in range(choices)]
-        return [
-            ChoiceReader(parser, self._count(opened, text), show_reasoning=self.show_reasoning)
-            for parser in made
-            if parser is not None
-        ] or None
-
-    def _count(self, opened: bool, text: TextFacts) -> ThoughtCount | None:
-        return None if self.think is None else ThoughtCount(self.think, opened, text)
+        return [ThoughtCount(self.think, opened, text) for _ in range(choices)]
 
 
 def answer_form(body: AnswerFields, text: TextFacts, config: ServerConfig) -> AnswerForm:
@@ -120,48 +119,32 @@ def answer_form(body: AnswerFields, text: TextFacts, config: ServerConfig) -> An
     )
 
 
-def answer_parser(form: AnswerForm, prompt_ids: Sequence[int], text: TextFacts) -> AnswerParser | None:
-    """The parser of one choice; None: the text is the answer. Every choice needs its own."""
-    return form.parser(prompt_opens(form.think, prompt_ids, text))
+class PlainParser:
+    """All of it is text for the user."""
+
+    def feed(self, text: str) -> Sequence[Piece]:
+        return (Text(text),) if text else ()
+
+    def finish(self) -> Sequence[Piece]:
+        return ()
 
 
-class ChoiceReader:
-    """Reads the deltas of one choice: its pieces, its thoughts' tokens, whether it called a tool."""
+class WithoutReasoning:
+    """Leaves out what another parser found to be reasoning."""
 
-    def __init__(self, parser: AnswerParser, thoughts: ThoughtCount | None, *, show_reasoning: bool) -> None:
-        self.called = False
+    def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
-        self._thoughts = thoughts
-        self._show_reasoning = show_reasoning
 
-    @property
-    def thought_tokens(self) -> int | None:
-        """None: the model has no thoughts to count."""
-        return None if self._thoughts is None else self._thoughts.tokens
+    def feed(self, text: str) -> Sequence[Piece]:
+        return [piece for piece in self._parser.feed(text) if not isinstance(piece, Reasoning)]
 
-    def read(self, delta: OutputDelta) -> list[Piece]:
-        return self.read_text(delta.text, delta.token_ids, last=delta.finish_reason is not None)
-
-    def read_text(self, text: str, token_ids: Sequence[int], *, last: bool) -> list[Piece]:
-        pieces = list(self._parser.feed(text)) if text else []
-        if self._thoughts is not None:
-            self._thoughts.add(token_ids)
-        if last:
-            pieces += self._parser.finish()
-            if self._thoughts is not None:
-                self._thoughts.finish()
-        self.called = self.called or any(isinstance(piece, CallStart) for piece in pieces)
-        return pieces if self._show_reasoning else [piece for piece in pieces if not isinstance(piece, Reasoning)]
-
-    def finish_reason(self, reason: str) -> str:
-        """A choice that ended by itself after a call ended for the call."""
-        return "tool_calls" if self.called and reason == FinishReason.STOP.value else reason
+    def finish(self) -> Sequence[Piece]:
+        return [piece for piece in self._parser.finish() if not isinstance(piece, Reasoning)]
 
 
-def thought_tokens(readers: Iterable[ChoiceReader]) -> int | None:
-    """Of all choices; None: nothing to count."""
-    counts = [count for reader in readers if (count := reader.thought_tokens) is not None]
-    return sum(counts) if counts else None
+def finish_reason(reason: str, *, called: bool) -> str:
+    """A choice that ended by itself after a call ended for the call."""
+    return "tool_calls" if called and reason == FinishReason.STOP.value else reason
 
 
 def message_fields(pieces: Iterable[Piece]) -> dict[str, Any]:
@@ -174,7 +157,7 @@ def message_fields(pieces: Iterable[Piece]) -> dict[str, Any]:
             calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
         elif isinstance(piece, Reasoning):
             thoughts.append(piece.text)
-        elif hasattr(piece, "index"):
+        elif isinstance(piece, CallArguments):
             calls[piece.index]["function"]["arguments"] += piece.text
         else:
             texts.append(piece.text)

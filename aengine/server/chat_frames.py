@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aengine.server.answers import ChoiceReader, message_fields
+from aengine.server.answers import finish_reason, message_fields
 from aengine.server.envelope import encode_json
 from aengine.server.jobs import Choice, Job
 from aengine.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from aengine.server.pieces import CallArguments, CallStart, Piece, Reasoning, Text
+from aengine.server.pieces import AnswerParser, CallArguments, CallStart, Piece, Reasoning, Text
 from aengine.types import OutputDelta
 
 
@@ -34,10 +34,11 @@ class ChatFrames:
     """The frames of one streamed chat."""
 
     def __init__(
-        self, job: Job, options: ChunkOptions, text: TokenTexts, readers: Sequence[ChoiceReader] | None = None
+        self, job: Job, options: ChunkOptions, text: TokenTexts, parsers: Sequence[AnswerParser] | None = None
     ) -> None:
-        """`readers`, one per choice, cut the text into pieces; None: the text is the content."""
-        self._readers = readers
+        """`parsers`, one per choice, cut the text into pieces; None: the text is the content."""
+        self._parsers = parsers
+        self._called: set[int] = set()  # choices that called a tool
         self._job = job
         self._options = options
         self._text = text
@@ -66,19 +67,24 @@ class ChatFrames:
     idle_opening = opening
 
     def delta(self, delta: OutputDelta) -> bytes:
-        if self._readers is not None:
-            return self._read(delta, self._readers[delta.index])
+        if self._parsers is not None:
+            return self._parsed(delta, self._parsers[delta.index])
         shown = delta.text or self._tells(delta)
         data = self._content(delta, b'"content":' + encode_json(delta.text)) if shown else b""
         return data if delta.finish_reason is None else data + self._finish(delta, delta.finish_reason)
 
-    def _read(self, delta: OutputDelta, reader: ChoiceReader) -> bytes:
-        fields = [encode_json(delta_fields(piece))[1:-1] for piece in reader.read(delta)]
+    def _parsed(self, delta: OutputDelta, parser: AnswerParser) -> bytes:
+        pieces = list(parser.feed(delta.text)) if delta.text else []
+        if delta.finish_reason is not None:
+            pieces += parser.finish()
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self._called.add(delta.index)
+        fields = [encode_json(delta_fields(piece))[1:-1] for piece in pieces]
         if not fields and self._tells(delta):
             fields = [b'"content":""']
         chunks = [self._content(delta, field, first=i == 0) for i, field in enumerate(fields)]
         if delta.finish_reason is not None:
-            chunks.append(self._finish(delta, reader.finish_reason(delta.finish_reason)))
+            chunks.append(self._finish(delta, finish_reason(delta.finish_reason, called=delta.index in self._called)))
         return b"".join(chunks)
 
     def _tells(self, delta: OutputDelta) -> bool:
@@ -142,11 +148,11 @@ def chat_answer(
     choices: Sequence[Choice],
     options: ChunkOptions,
     text: TokenTexts,
-    readers: Sequence[ChoiceReader] | None = None,
+    parsers: Sequence[AnswerParser] | None = None,
 ) -> dict[str, Any]:
     """The whole answer of a chat that is not streamed."""
     head, stream = job.head, job.streams[0]
-    told = [_choice(choice, options, text, readers[choice.index] if readers else None) for choice in choices]
+    told = [_choice(choice, options, text, parsers[choice.index] if parsers else None) for choice in choices]
     answer: dict[str, Any] = {
         "id": head.id,
         "object": "chat.completion",
@@ -163,17 +169,17 @@ def chat_answer(
     return answer
 
 
-def _choice(choice: Choice, options: ChunkOptions, text: TokenTexts, reader: ChoiceReader | None) -> dict[str, Any]:
+def _choice(choice: Choice, options: ChunkOptions, text: TokenTexts, parser: AnswerParser | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"content": choice.text, "refusal": None}
-    finish_reason = choice.finish_reason
-    if reader is not None:
-        fields = message_fields(reader.read_text(choice.text, choice.token_ids, last=True))
-        finish_reason = reader.finish_reason(finish_reason)
+    why = choice.finish_reason
+    if parser is not None:
+        fields = message_fields([*parser.feed(choice.text), *parser.finish()])
+        why = finish_reason(why, called="tool_calls" in fields)
     out = {
         "index": choice.index,
         "message": {"role": "assistant", **fields},
         "logprobs": chat_logprobs(choice.logprobs, text) if options.logprobs else None,
-        "finish_reason": finish_reason,
+        "finish_reason": why,
         "stop_reason": choice.stop_reason,
     }
     if options.token_ids:

@@ -26,13 +26,9 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and plain completions have in common."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen, and the request's place in the queue and the cache: common to all endpoints."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -46,17 +42,26 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     bad_words: str | list[str] | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+
+
+class GenerationBody(SamplingFields, frozen=True, kw_only=True):
+    """What chat and plain completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
 
 

@@ -19,6 +19,7 @@ from aengine.server.parsers.scan import find_mark, held_from
 from aengine.server.parsers.thinking import ThinkMarks
 from aengine.server.pieces import CallArguments, CallStart, Piece, Reasoning, Text
 
+PORTION = 1024  # characters; each step copies what is left of the buffer, so a long one would cost its square
 _ALPHABET = string.ascii_letters + string.digits
 _SEPARATORS = " \t\r\n;,"
 _LEAD, _THINK, _BODY = "lead", "think", "body"
@@ -59,8 +60,9 @@ class Cutter:
         self._shown: int | None = None  # characters of the reader's text shown as arguments
 
     def feed(self, text: str) -> Sequence[Piece]:
-        self._buffer += text
-        self._cut(ended=False)
+        for at in range(0, len(text), PORTION):
+            self._buffer += text[at : at + PORTION]
+            self._cut(ended=False)
         return self._taken()
 
     def finish(self) -> Sequence[Piece]:

@@ -35,12 +35,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A call whose arguments have begun: text[start:end] is what is known of them; `whole` when that is all."""
+    """A call whose arguments have begun: text[start:end] is what is known of them."""
 
     name: str
     start: int
     end: int
-    whole: bool
 
 
 class CallReader(Protocol):
@@ -108,8 +107,8 @@ class JsonReader:
                 return None
             self._arguments = found.group(1), JsonSpan(found.end())
         name, span = self._arguments
-        whole = span.feed(self.text) is Span.WHOLE
-        return Head(name, span.start, span.end if whole else len(self.text), whole)
+        open = span.feed(self.text) is Span.OPEN
+        return Head(name, span.start, len(self.text) if open else span.end)
 
     def _wrong_key(self) -> int | None:
         assert self._span is not None
@@ -174,8 +173,8 @@ class NamedReader:
         if self._call is None:
             return None
         name, span = self._call
-        whole = span.feed(self.text) is Span.WHOLE
-        return Head(name, span.start, span.end if whole else len(self.text), whole)
+        open = span.feed(self.text) is Span.OPEN
+        return Head(name, span.start, len(self.text) if open else span.end)
 
     def _prefix(self) -> int | None:
         """Where the head ends; None while it may go on."""

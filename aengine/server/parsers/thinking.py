@@ -47,7 +47,7 @@ class ThoughtCount:
     """Counts the tokens of one choice up to and including the closing mark, however they come in deltas."""
 
     def __init__(self, marks: ThinkMarks, opened: bool, text: TokenBytes) -> None:
-        self.tokens = 0
+        self._seen = 0
         self._open, self._close = marks.open.encode(), marks.close.encode()
         self._text = text
         self._thinking = opened
@@ -58,7 +58,7 @@ class ThoughtCount:
         for token in ids:
             if self._over:
                 return
-            self.tokens += 1
+            self._seen += 1
             self._tail += self._text.token_bytes(token)
             if not self._thinking:
                 self._begin()
@@ -71,9 +71,8 @@ class ThoughtCount:
         if seen.startswith(self._open):
             self._thinking, self._tail = True, seen[len(self._open) :]
         elif not self._open.startswith(seen):
-            self._over, self.tokens = True, 0
+            self._over = True
 
-    def finish(self) -> None:
-        """The choice has ended; what never became an opening mark was no thought."""
-        if not self._thinking:
-            self._over, self.tokens = True, 0
+    @property
+    def tokens(self) -> int:
+        return self._seen if self._thinking else 0
