@@ -22,6 +22,7 @@ from aengine.config import ServerConfig
 from aengine.server.parsers.cutter import Cutter
 from aengine.server.parsers.enforce import enforced, tool_grammar
 from aengine.server.parsers.mark_tokens import MarkText, mark_tokens
+from aengine.server.parsers.regions import RegionParser, RegionStream
 from aengine.server.parsers.thinking import ThinkMarks, ThoughtCount, find_marks, prompt_opens
 from aengine.server.pieces import AnswerParser, CallArguments, CallStart, Piece, Reasoning, Text
 from aengine.server.tools import ToolFields, ToolUse, tool_use
@@ -42,6 +43,9 @@ class TextFacts(MarkText, Protocol):
 
     @property
     def chat_template(self) -> str | None: ...
+    @property
+    def has_response_template(self) -> bool: ...
+    def response_stream(self, prompt: str, tools: list[dict[str, Any]] | None) -> RegionStream | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,15 @@ class AnswerForm:
     think: ThinkMarks | None
     parallel: bool = True
     show_reasoning: bool = True
+    tools: list[dict[str, Any]] | None = None  # as the client wrote them
+    regions: bool = False  # the checkpoint's response template cuts the answer
 
     async def sampling(self, sampling: SamplingParams, prompt_ids: Sequence[int], text: TextFacts) -> SamplingParams:
         """`sampling` with the grammar of this form. Special tokens are not skipped where marks are such."""
-        if self.use.format is None and self.think is None:
+        if self._plain:
             return sampling
         marks = await mark_tokens(self._marks(), text)
-        if any(mark.special for mark in marks.values()):
+        if self.regions or any(mark.special for mark in marks.values()):
             sampling = replace(sampling, skip_special_tokens=False)
         if not self.use.forced and sampling.grammar is None:
             return sampling
@@ -82,15 +88,26 @@ class AnswerForm:
         calls = () if format is None else (*format.marks, *format.tokens)
         return calls if think is None else (*calls, think.open, think.close)
 
-    def parsers(self, choices: int, prompt_ids: Sequence[int], text: TextFacts) -> list[AnswerParser] | None:
+    @property
+    def _plain(self) -> bool:
+        return self.use.format is None and self.think is None and not self.regions
+
+    async def parsers(self, choices: int, prompt_ids: Sequence[int], text: TextFacts) -> list[AnswerParser] | None:
         """One per choice; None: the text is the answer."""
-        if self.use.format is None and self.think is None:
+        if self._plain:
             return None
         opened = prompt_opens(self.think, prompt_ids, text)
-        return [self._parser(opened) for _ in range(choices)]
+        prompt = await text.decode(prompt_ids) if self.regions else ""
+        made = [
+            self._parser(opened, text.response_stream(prompt, self.tools) if self.regions else None)
+            for _ in range(choices)
+        ]
+        return made if self.show_reasoning else [WithoutReasoning(parser) for parser in made]
 
-    def _parser(self, opened: bool) -> AnswerParser:
-        cutter = Cutter(
+    def _parser(self, opened: bool, regions: RegionStream | None) -> AnswerParser:
+        if regions is not None:
+            return RegionParser(regions, calls=bool(self.use.offered), parallel=self._several)
+        return Cutter(
             think=self.think,
             opened=opened,
             format=self.use.format,
@@ -98,7 +115,6 @@ class AnswerForm:
             parallel=self._several,
             enforced=self.use.forced,
         )
-        return cutter if self.show_reasoning else WithoutReasoning(cutter)
 
     def thoughts(self, choices: int, prompt_ids: Sequence[int], text: TextFacts) -> list[ThoughtCount] | None:
         """Counts of the choices' reasoning tokens; None: the model does not think."""
@@ -111,11 +127,15 @@ class AnswerForm:
 def answer_form(body: AnswerFields, text: TextFacts, config: ServerConfig) -> AnswerForm:
     """Raises InvalidRequest for tools or a tool_choice that are malformed."""
     template = body.chat_template or text.chat_template
+    use = tool_use(body, text.chat_template, config.tool_parser)
+    automatic = (config.tool_parser, config.reasoning_parser) == ("auto", "auto") and body.chat_template is None
     return AnswerForm(
-        use=tool_use(body, text.chat_template, config.tool_parser),
+        use=use,
         think=find_marks(config.reasoning_parser, template),
         parallel=body.parallel_tool_calls is not False,
         show_reasoning=body.include_reasoning is not False,
+        tools=body.tools,
+        regions=automatic and text.has_response_template and not use.forced,
     )
 
 

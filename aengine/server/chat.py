@@ -71,6 +71,7 @@ async def start_chat(request: web.Request, body: ChatBody, prefix: str) -> Start
     prompt = await chat_prompt(body, engine, sampling.max_tokens, tool_parser=context.config.tool_parser)
     sampling = await form.sampling(sampling, prompt.ids, engine.text)
     head = JobHead.new(prefix, model, context.fingerprint())
+    parsers = await form.parsers(sampling.n, prompt.ids, engine.text)
     context.ready()  # rendering took its time in a thread; the server may have begun to drain
     job = await submit(
         engine,
@@ -82,7 +83,7 @@ async def start_chat(request: web.Request, body: ChatBody, prefix: str) -> Start
         images=prompt.images,
     )
     job.thoughts = form.thoughts(job.choices, prompt.ids, engine.text)
-    return StartedChat(job, form.parsers(job.choices, prompt.ids, engine.text))
+    return StartedChat(job, parsers)
 
 
 def _as_sent(error: InvalidRequest, body: ChatBody) -> InvalidRequest:

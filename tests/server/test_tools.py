@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -184,6 +186,50 @@ async def _single(encode, text, options):
     return [257] if text == "[TOOL_CALLS]" else await encode(text, **options)
 
 
+@dataclass
+class Region:
+    field: str
+    text: str = ""
+    value: object = None
+    whole: bool = False
+    failed: bool = False
+
+
+class Regions:
+    """Cuts `r:hm|c:ok|t:name` at its bars."""
+
+    FIELDS: ClassVar = {"r": "reasoning_content", "c": "content", "t": "tool_calls", "b": "tool_calls"}
+
+    def feed(self, text):
+        kind, _, rest = text.partition(":")
+        call = {"type": "function", "function": {"name": rest, "arguments": {"a": 1}}}
+        field = self.FIELDS[kind]
+        if kind == "b":
+            return [Region(field, rest), Region(field, rest, whole=True, failed=True)]
+        return [Region(field, rest), Region(field, value=call if kind == "t" else rest.strip(), whole=True)]
+
+    def finish(self):
+        return []
+
+
+async def test_a_checkpoints_response_template_goes_first(serve, chat_body):
+    engine = engine_with(["r:\nhm\n", "c: ok ", "t:now", "b:{oops"])
+    asked = []
+    engine.text.has_response_template = True
+    engine.text.response_stream = lambda prompt, tools: asked.append((prompt, tools)) or Regions()
+    client, _ = await serve(engine)
+    answer = await (await client.post(URL, json=chat_body(tools=[NOW]))).json()
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("ok{oops", "hm")
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a": 1}'}
+    assert asked == [("<user>hi\n<assistant>", [NOW])]
+    assert not engine.submitted[0]["sampling"].skip_special_tokens
+    without = await (await client.post(URL, json=chat_body())).json()
+    assert without["choices"][0]["message"]["content"] == "oknow{oops"
+    await client.post(URL, json=chat_body(tools=[NOW], tool_choice="required"))
+    assert len(asked) == 2  # a forced call is read as its grammar writes it
+
+
 # ---- templates without tools
 
 
@@ -281,6 +327,7 @@ class MarkedText:
     """Bytes, and each mark as one special token."""
 
     chat_template = None
+    has_response_template = False
 
     def __init__(self):
         vocabulary = byte_alphabet() | {"</s>": 256}
@@ -338,7 +385,7 @@ async def test_what_is_enforced_is_what_is_read(marked, format, text, thinks):
         assert marked.admits(sampling.grammar, ids)
     for wrong in ("Rome", "", text.replace("city", "town"), text.replace("weather", "x"), text[:-1]):
         assert not marked.admits(sampling.grammar, marked.ids(thought + wrong))
-    (parser,) = form.parsers(1, marked.ids("<think>\n"), marked)
+    (parser,) = await form.parsers(1, marked.ids("<think>\n"), marked)
     pieces = [*parser.feed(thought + text), *parser.finish()]
     kinds = [type(piece).__name__ for piece in pieces if type(piece).__name__ != "CallArguments"]
     assert kinds == ["Reasoning"] * thinks + ["CallStart"] * (1 + (format is not QWEN))
