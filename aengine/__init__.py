@@ -23,6 +23,7 @@ _PUBLIC = {
     "DeviceConfig": "aengine.config",
     "ServerConfig": "aengine.config",
     "SamplingParams": "aengine.types",
+    "Grammar": "aengine.types",
     "RequestOutput": "aengine.types",
     "CompletionOutput": "aengine.types",
     "OutputDelta": "aengine.types",
@@ -30,6 +31,8 @@ _PUBLIC = {
     "FinishReason": "aengine.types",
     "AengineError": "aengine.errors",
     "InvalidRequest": "aengine.errors",
+    "InvalidGrammar": "aengine.errors",
+    "GrammarTooComplex": "aengine.errors",
     "ContextLengthExceeded": "aengine.errors",
     "QueueFull": "aengine.errors",
     "EngineDead": "aengine.errors",
@@ -52,11 +55,14 @@ if TYPE_CHECKING:
     from aengine.errors import AengineError as AengineError
     from aengine.errors import ContextLengthExceeded as ContextLengthExceeded
     from aengine.errors import EngineDead as EngineDead
+    from aengine.errors import GrammarTooComplex as GrammarTooComplex
+    from aengine.errors import InvalidGrammar as InvalidGrammar
     from aengine.errors import InvalidRequest as InvalidRequest
     from aengine.errors import QueueFull as QueueFull
     from aengine.errors import StepFailed as StepFailed
     from aengine.types import CompletionOutput as CompletionOutput
     from aengine.types import FinishReason as FinishReason
+    from aengine.types import Grammar as Grammar
     from aengine.types import OutputDelta as OutputDelta
     from aengine.types import RequestOutput as RequestOutput
     from aengine.types import SamplingParams as SamplingParams

@@ -283,6 +283,9 @@ class MediaPlacement(msgspec.Struct, frozen=True):
     input: MediaInput | None = None
 
 
+NO_ROWS: Int64s = np.zeros(0, np.int64)
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One device step, in columns; R rows, row i is slots[i]. Made by the scheduler, read by the runner.
 
@@ -300,6 +303,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     pages to copy, one after the other, behind that and before anything else. A plan with moves may have no rows.
 
     `decodes`: at least that many rows, the first ones, compute one position and sample once.
+
+    `deferred`: rows, rising, that sample once, but not before `StepHandle.choose` says which tokens they may get.
     """
 
     step: int
@@ -317,6 +322,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     media: tuple[MediaPlacement, ...] = ()
     moves: tuple[PageMove, ...] = ()
     decodes: int = 0
+    deferred: Int64s = NO_ROWS
 
     @property
     def n_tokens(self) -> int:
@@ -351,15 +357,35 @@ class StepResult(msgspec.Struct, frozen=True):
     device_s: float = 0.0
 
 
+class Choices(msgspec.Struct, frozen=True):
+    """Which tokens deferred rows may get. `rows` int64 [n], rising, of the plan; `masks` int32 [n, ceil(V / 32)]:
+    rows[i] may get token t if bit t % 32 of masks[i, t // 32] is set.
+
+    Deferred rows that are not among them sample freely, and nobody hears of it.
+    """
+
+    rows: Int64s
+    masks: Int32s
+
+
+NO_CHOICES = Choices(NO_ROWS, np.zeros((0, 0), np.int32))
+
+
 class StepHandle(Protocol):
     """A launched step. Awaited exactly once; raises StepFailed when the step raised.
 
     `launched` False: the device never heard of it, nor of the tables and set-ups it carried; no later step may be
-    launched before it was awaited.
+    launched before it was awaited. `undecided`: it has deferred rows, and `choose` must be called, once, before any
+    later step is launched and before it is awaited.
     """
 
     step: int
     launched: bool
+    undecided: bool
+
+    def choose(self, choices: Choices) -> None:
+        """Launch the sampling of the deferred rows; returns at once."""
+        ...
 
     async def wait(self) -> StepResult: ...
 

@@ -12,13 +12,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from aengine.errors import StepFailed
 from aengine.metrics import Metrics
 from aengine.runner.protocol import Runner
-from aengine.scheduler import Scheduler
-from aengine.types import Request, StepHandle, StepOutputs, StepPlan, StepResult
+from aengine.scheduler import Matcher, Scheduler
+from aengine.types import (
+    NO_CHOICES,
+    Choices,
+    Int32s,
+    Request,
+    StepHandle,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+)
+
+MaskMaker = Callable[[Sequence[Matcher]], Awaitable[Int32s]]
+"""Masks int32 [n, ceil(V / 32)] of what n matchers allow next, made off the loop."""
 
 OUTPUT_BACKLOG = 256
 FAILURES_MAX = 16  # steps that fail in a row before the engine gives up: a broken device must not look alive
@@ -31,6 +44,10 @@ class FailedLaunch:
     step: int
     error: BaseException
     launched: bool = False
+    undecided: bool = False
+
+    def choose(self, choices: Choices) -> None:
+        raise AssertionError(f"step {self.step} was not launched")
 
     async def wait(self) -> StepResult:
         raise StepFailed(f"step {self.step} could not be launched: {self.error}") from self.error
@@ -56,22 +73,25 @@ class Progress:
 
 
 class Core:
-    def __init__(self, scheduler: Scheduler, runner: Runner, depth: int, metrics: Metrics) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, depth: int, metrics: Metrics, make_masks: MaskMaker | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.outputs: asyncio.Queue[StepOutputs] = asyncio.Queue(OUTPUT_BACKLOG)
         self.progress = Progress()
         self._runner = runner
         self._depth = depth
         self._metrics = metrics
-        self._inbox: deque[Request | int] = deque()
+        self._make_masks = make_masks
+        self._inbox: deque[tuple[Request, Matcher | None] | int] = deque()
         self._wake = asyncio.Event()
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         self._preemptions = 0
 
     # ---- called by the façade, on the loop's thread
 
-    def submit(self, request: Request) -> None:
-        self._inbox.append(request)
+    def submit(self, request: Request, matcher: Matcher | None = None) -> None:
+        self._inbox.append((request, matcher))
         self._wake.set()
 
     def abort(self, handle: int) -> None:
@@ -81,7 +101,7 @@ class Core:
     @property
     def queued(self) -> int:
         """Requests that have no slot yet, those in the inbox included."""
-        return len(self.scheduler.waiting) + sum(isinstance(item, Request) for item in self._inbox)
+        return len(self.scheduler.waiting) + sum(not isinstance(item, int) for item in self._inbox)
 
     @property
     def idle(self) -> bool:
@@ -100,6 +120,8 @@ class Core:
             await self._emit(self.scheduler.flush())
             while in_flight and not in_flight[-1][0].launched:
                 await self._retire_oldest()
+            if in_flight and in_flight[-1][0].undecided:
+                await self._decide()
             if len(in_flight) > self._depth or (in_flight and plan is None):
                 await self._retire_oldest()
             elif plan is None and not in_flight and not self._inbox:
@@ -108,10 +130,10 @@ class Core:
     def _drain_inbox(self) -> None:
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, Request):
-                self.scheduler.submit(item)
-            else:
+            if isinstance(item, int):
                 self.scheduler.abort(item)
+            else:
+                self.scheduler.submit(*item)
 
     def _launch(self, plan: StepPlan) -> StepHandle:
         self.progress.steps += 1
@@ -120,6 +142,18 @@ class Core:
             return self._runner.launch(plan)
         except Exception as error:  # fails this step's rows in order, not the loop
             return FailedLaunch(plan.step, error)
+
+    async def _decide(self) -> None:
+        """Launch the sampling of the newest step's deferred rows, once what their masks depend on is committed. The
+        step's forward runs meanwhile, so the device does not wait."""
+        while len(self._in_flight) > 1:
+            await self._retire_oldest()
+        rows, matchers = self.scheduler.decide()
+        choices = NO_CHOICES
+        if matchers:
+            assert self._make_masks is not None
+            choices = Choices(rows, await self._make_masks(matchers))
+        self._in_flight[-1][0].choose(choices)
 
     async def _retire_oldest(self) -> None:
         handle, launched_s = self._in_flight.popleft()
@@ -157,6 +191,8 @@ class Core:
         """After the loop was cancelled: let launched steps end, ignoring their results."""
         while self._in_flight:
             handle, _ = self._in_flight.popleft()
+            if handle.undecided:
+                handle.choose(NO_CHOICES)
             try:
                 await handle.wait()
             except StepFailed:

@@ -39,6 +39,7 @@ class Staged:
     media: tuple[MediaPlacement, ...]
     moves: tuple[PageMove, ...]
     prompt_logprobs: Mapping[int, Int32s]
+    deferred: Int64s
     buffers: _Buffers
 
 
@@ -96,6 +97,7 @@ def _copy(plan: StepPlan, buffers: _Buffers) -> Staged:
         media=plan.media,
         moves=plan.moves,
         prompt_logprobs={row: targets.copy() for row, targets in plan.prompt_logprobs.items()},
+        deferred=plan.deferred.copy(),
         buffers=buffers,
     )
 

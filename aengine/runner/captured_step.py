@@ -24,14 +24,15 @@ from torch import Tensor
 from aengine.kernels.native import NativeOps
 from aengine.kernels.native.capture import HostOnly, Program, RecordingOps, Sizes, record
 from aengine.kernels.native.library import LAY_OUT_ARGS, SAMPLE_ARGS, SETTLE_ARGS, TABLE
-from aengine.kernels.native.sampling import NO_LOGPROBS, LogprobArrays
+from aengine.kernels.native.sampling import ALL_ROWS, NO_LOGPROBS, LogprobArrays
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, StepBatch
 from aengine.runner.batch import Staged
 from aengine.runner.logprobs import join_logprobs
 from aengine.runner.native_sampler import NativeSampler, fault_message
 from aengine.runner.slot_state import SlotState
+from aengine.runner.step import Undecided
 from aengine.runner.torch_step import LOGIT_ROWS, TorchExecutor, score_prompt
-from aengine.types import Int32s, Logprobs, StepPlan, StepResult
+from aengine.types import Choices, Int32s, Logprobs, StepPlan, StepResult
 
 # Faults of a row, by the numbers of api.h.
 _NO_RELAY, _BAD_ID, _UNSAMPLED = 1, 2, 3
@@ -51,6 +52,7 @@ class _Columns:
         self.point_slots = np.zeros(tokens, dtype=np.int32)
         self.sampled = np.zeros(tokens, dtype=np.int32)
         self.point_faults = np.zeros(tokens, dtype=np.int32)
+        self.point_waits = np.zeros(tokens, dtype=np.uint8)
         self.ids, self.positions = _zeros(tokens), _zeros(tokens)
         self.row_offsets, self.context = _zeros(rows + 1), _zeros(rows)
         self.point_tokens = torch.zeros(tokens, dtype=torch.int64)
@@ -146,14 +148,14 @@ class CapturedStep:
         SAMPLE_ARGS.pack_into(
             self._sample.data, 0, self._logits.data_ptr(), 0, *self._logits.shape[1:], self._logits.stride(0),
             self._sampler.table.ctypes.data, points[2], points[1],
-            at.sampled.ctypes.data, at.point_faults.ctypes.data, *NO_LOGPROBS,
+            at.sampled.ctypes.data, at.point_faults.ctypes.data, *NO_LOGPROBS, *ALL_ROWS,
         )  # fmt: skip
         SETTLE_ARGS.pack_into(
             self._settle.data, 0, plan[0], plan[3], at.ids.data_ptr(), points[0], at.point_faults.ctypes.data,
             at.sampled.ctypes.data, 0, 0, *faults, 0, 0, relay,
         )  # fmt: skip
 
-    def run(self, staged: Staged) -> StepResult:
+    def run(self, staged: Staged) -> StepResult | Undecided:
         """The step, once the slots' state is up to date."""
         rows, tokens, points = len(staged.slots), int(staged.counts.sum()), int(staged.samples.sum())
         self._take_in(staged, rows, tokens)
@@ -166,9 +168,12 @@ class CapturedStep:
         sizes = Sizes(tokens, rows, min(max(points, 1), self._limits.points), context)
         self._recording.resize(sizes)
         alternatives = self._sampler.alternatives(staged.slots)
+        self._sample[13:15] = ALL_ROWS
         messages: dict[int, str] = {}
         prompt_logprobs: dict[int, Logprobs] = {}
         logprobs: dict[int, Logprobs] = {}
+        if len(staged.deferred):
+            return self._run_deferred(staged, (out, accepted), alternatives, sizes)
         if not staged.prompt_logprobs and 0 < points <= self._limits.points:
             made = self._set_points(points, alternatives)
             self._program.run()
@@ -179,14 +184,57 @@ class CapturedStep:
                 self._score(row, targets, prompt_logprobs, messages)
             logprobs = self._sample_parts(points, alternatives, sizes)
             self._program.run(self._end)
+        return self._result(staged, (out, accepted), logprobs, prompt_logprobs, messages)
+
+    def _result(
+        self,
+        staged: Staged,
+        made: tuple[Int32s, Int32s],
+        logprobs: dict[int, Logprobs],
+        prompt_logprobs: dict[int, Logprobs],
+        messages: dict[int, str],
+    ) -> StepResult:
+        out, accepted = made
         return StepResult(
             step=staged.step,
             tokens=out,
             counts=accepted,
             logprobs=_by_row(logprobs, staged.samples, accepted) if logprobs else {},
             prompt_logprobs=prompt_logprobs,
-            failed=self._failures(rows, messages),
+            failed=self._failures(len(staged.slots), messages),
         )
+
+    def _run_deferred(self, staged: Staged, made: tuple[Int32s, Int32s], alternatives: int, sizes: Sizes) -> Undecided:
+        """The forward and the rows that do not wait. Where logits of all points do not fit at once, or prompts are
+        scored, the head of the model runs when the step is decided, for all rows."""
+        points = int(staged.samples.sum())
+        whole = points <= self._limits.points and not staged.prompt_logprobs
+        messages: dict[int, str] = {}
+        prompt_logprobs: dict[int, Logprobs] = {}
+        arrays: LogprobArrays | None = None
+        if whole:
+            waits = self._columns.point_waits
+            waits[:points] = np.isin(np.repeat(np.arange(len(staged.slots)), staged.samples), staged.deferred)
+            arrays = self._set_points(points, alternatives)
+            self._sample[13:15] = waits.ctypes.data, 0
+            self._program.run(0, self._end)
+        else:
+            self._program.run(0, self._head)
+            for row, targets in staged.prompt_logprobs.items():
+                self._score(row, targets, prompt_logprobs, messages)
+
+        def decide(choices: Choices) -> StepResult:
+            with self._sampler.masked(staged.slots[choices.rows], choices.masks):
+                if whole:
+                    self._sample[14] = 1
+                    self._program.run(self._end - 1)
+                    logprobs = self._pick(arrays, points)
+                else:
+                    logprobs = self._sample_parts(points, alternatives, sizes)
+                    self._program.run(self._end)
+            return self._result(staged, made, logprobs, prompt_logprobs, messages)
+
+        return Undecided(decide)
 
     def _take_in(self, staged: Staged, rows: int, tokens: int) -> None:
         if rows > self._limits.rows or tokens > self._limits.tokens:
@@ -274,19 +322,17 @@ class CapturedExecutor:
         return self._eager.stage(plan)
 
     @torch.inference_mode()
-    def run(self, staged: Staged) -> StepResult:
+    def run(self, staged: Staged) -> StepResult | Undecided:
         state = self._eager.state
-        try:
+        with self._eager.releasing(staged) as release:
             state.apply(staged)
             if (
                 not len(staged.slots)
                 or staged.media
                 or (state.media is not None and state.media.seen_by(staged.slots.tolist()))
             ):
-                return self._eager.compute(staged)
-            return self._captured.run(staged)
-        finally:
-            self._eager.release(staged)
+                return release(self._eager.compute(staged))
+            return release(self._captured.run(staged))
 
 
 def _zeros(*shape: int) -> Tensor:

@@ -7,7 +7,8 @@ Invariants: as `Sampler`, which is its oracle. A slot's whole state is replaced 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from aengine.kernels.native import Context
 from aengine.kernels.native.sampling import NEUTRAL, SLOT, LogprobArrays, NativeSampling
+from aengine.runner.masks import Masks
 from aengine.runner.noise import seed_word
 from aengine.runner.sampler import Sampled
 from aengine.types import Int32s, Int64s, Logprobs, SlotSetup
@@ -104,10 +106,24 @@ class NativeSampler:
         """The most alternatives that a slot among them wants beside its logprobs; -1: none wants any."""
         return min(int(self._alternatives[slots].max(initial=-1)), self._vocab_size)
 
-    def sample(self, logits: Tensor, slots: Int32s, positions: Int64s) -> Sampled:
-        """logits fp32 [N, V], slots [N], positions [N] of the sampled tokens."""
+    @contextmanager
+    def masked(self, slots: Int32s, bits: Int32s) -> Iterator[None]:
+        """Within it, `slots` [n] may get only what `bits` int32 [n, W] allow."""
+        width = -(-self._vocab_size // 32)
+        held = np.zeros((len(bits), width), dtype=np.int32)
+        held[:, : bits.shape[1]] = bits[:, :width]
+        self.table["mask"][slots] = held.ctypes.data + np.arange(len(held), dtype=np.uint64) * np.uint64(4 * width)
+        try:
+            yield
+        finally:
+            self.table["mask"][slots] = 0
+
+    def sample(self, logits: Tensor, slots: Int32s, positions: Int64s, masks: Masks | None = None) -> Sampled:
+        """logits fp32 [N, V], slots [N], positions [N] of the sampled tokens; `masks` of some of them."""
         slots, positions = np.ascontiguousarray(slots, np.int32), np.ascontiguousarray(positions, np.int64)
-        tokens, faults, logprobs = self._sampling.sample(logits, self.table, slots, positions, self.alternatives(slots))
+        alternatives = self.alternatives(slots)
+        with self.masked(slots[masks.rows], masks.bits) if masks is not None else nullcontext():
+            tokens, faults, logprobs = self._sampling.sample(logits, self.table, slots, positions, alternatives)
         failed = {int(row): fault_message(int(faults[row])) for row in np.flatnonzero(faults)}
         return Sampled(tokens.astype(np.int64), self.pick_logprobs(logprobs, slots, failed), failed)
 

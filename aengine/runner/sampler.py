@@ -1,7 +1,7 @@
 """Choosing tokens: from raw logits of some positions to one token each.
 
-Owns: which rows take which path, and the order of operations: raw logits -> logprobs; allowed ids, bias, bad words,
-min_tokens, penalties; temperature; min-p, top-k, top-p; noise.
+Owns: which rows take which path, and the order of operations: raw logits -> logprobs; mask, allowed ids, bias, bad
+words, min_tokens, penalties; temperature; min-p, top-k, top-p; noise.
 Does not know: models, plans, KV, drafts (a draft row is simply several positions of one slot).
 Invariants: a position's token depends on its own logits, its slot's setup and its absolute position only. Rows pay for
 what they use: a batch of plain greedy rows costs one argmax. A row that cannot be sampled fails alone.
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aengine.runner.logprobs import make_logprobs
+from aengine.runner.masks import Masks, disallowed
 from aengine.runner.noise import LEAST_TEMPERATURE, TokenNoise
 from aengine.runner.rows import at_least, best
 from aengine.runner.slots import OFF, SlotTable
@@ -32,6 +33,12 @@ class Sampled:
     tokens: Int64s
     logprobs: dict[int, Logprobs]
     failed: dict[int, str]
+
+    def merge(self, at: Int64s, part: Sampled) -> None:
+        """What `part` says of its positions is so of the positions `at`."""
+        self.tokens[at] = part.tokens
+        self.logprobs.update({int(at[point]): value for point, value in part.logprobs.items()})
+        self.failed.update({int(at[point]): message for point, message in part.failed.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +61,15 @@ class Sampler:
         """A request moves into a slot."""
         self.slots.setup(setup)
 
-    def sample(self, logits: Tensor, slots: Int32s, positions: Int64s) -> Sampled:
-        """logits fp32 [N, V] (used up: rules change them in place), slots [N], positions [N] of the sampled tokens."""
+    def sample(self, logits: Tensor, slots: Int32s, positions: Int64s, masks: Masks | None = None) -> Sampled:
+        """logits fp32 [N, V] (used up: rules change them in place), slots [N], positions [N] of the sampled tokens;
+        `masks` of some of them."""
         at = _Positions(slots, positions, logits)
         wanted = np.nonzero(self.slots.logprobs[slots] != OFF)[0]
         raw = _take(logits, wanted) if wanted.size else None
         values, ids = best(logits)
         failed = dict(_unsound(values, "the model's logits"))
-        self._apply_rules(at, values, ids, failed)
+        self._apply_rules(at, values, ids, failed, masks)
         tokens = ids.cpu().numpy()
         self._choose_random(at, values, tokens, failed)
         tokens[list(failed)] = 0
@@ -74,12 +82,21 @@ class Sampler:
         wanted = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
         return make_logprobs(logits, wanted, max(0, int(self.slots.prompt_logprobs[slot])))
 
-    def _apply_rules(self, at: _Positions, values: Tensor, ids: Tensor, failed: dict[int, str]) -> None:
-        """Shape the logits of ruled rows and find their best tokens anew."""
-        ruled = [row for row in np.nonzero(self.slots.ruled(at.slots, at.positions))[0].tolist() if row not in failed]
+    def _apply_rules(
+        self, at: _Positions, values: Tensor, ids: Tensor, failed: dict[int, str], masks: Masks | None
+    ) -> None:
+        """Shape the logits of masked and ruled rows and find their best tokens anew."""
+        by_rule = self.slots.ruled(at.slots, at.positions)
+        ruled_or_masked = by_rule.copy()
+        if masks is not None:
+            ruled_or_masked[masks.rows] = True
+            for row, bits in zip(masks.rows.tolist(), torch.from_numpy(masks.bits), strict=True):
+                gone = disallowed(bits.unsqueeze(0).to(at.logits.device), at.logits.shape[1])[0]
+                at.logits[row].masked_fill_(gone, float("-inf"))
+        ruled = [row for row in np.nonzero(ruled_or_masked)[0].tolist() if row not in failed]
         if not ruled:
             return
-        for row in ruled:
+        for row in (row for row in ruled if by_rule[row]):
             rules = self.slots.rules[at.slots[row]]
             assert rules is not None, f"slot {at.slots[row]} is ruled but has no rules"
             rules.apply(at.logits[row], int(at.positions[row]))

@@ -13,13 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aengine.runner.sim_state import SimStates, State, digest
-from aengine.types import Int32s, Int64s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult
+from aengine.runner.step import Undecided
+from aengine.types import Choices, Int32s, Int64s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult
 
 _UNWRITTEN = -7
 _MASK = (1 << 64) - 1
@@ -82,6 +83,14 @@ def sim_token(ids: Sequence[int] | Int32s, vocab: int, seed: int = 0) -> int:
     return (state ^ (state >> 32)) % vocab
 
 
+def allowed_token(token: int, mask: Int32s, vocab: int) -> int:
+    """`token` if `mask` allows it, else the next that it does, going round."""
+    if mask[token // 32] >> (token % 32) & 1:
+        return token
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab])
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
+
+
 class SimExecutor:
     """Executor of StreamRunner for `--device sim` and of the race tests.
 
@@ -114,10 +123,11 @@ class SimExecutor:
     def stage(self, plan: StepPlan) -> StepPlan:
         return plan
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult | Undecided:
         began = time.perf_counter()
         self._apply(plan)
-        result = self._rows(plan)
+        drawn = self._rows(plan)
+        result = Undecided(partial(self._decide, plan, drawn)) if len(plan.deferred) else self._result(plan, drawn)
         context = int((plan.starts + plan.counts).sum())
         wait_s = self._profile.step_s(len(plan.slots), plan.n_tokens, context)
         if wait_s > 0:
@@ -142,17 +152,25 @@ class SimExecutor:
                 kv[move.target] = kv[move.source]
                 kv[move.source] = _UNWRITTEN
 
-    def _rows(self, plan: StepPlan) -> StepResult:
-        tokens = np.zeros((len(plan.slots), max(1, int(plan.samples.max(initial=0)))), np.int32)
-        counts = np.zeros(len(plan.slots), np.int32)
-        logprobs: dict[int, Logprobs] = {}
+    def _rows(self, plan: StepPlan) -> list[list[int]]:
+        """What each row sampled, or would sample if every token were allowed."""
         inputs = self._inputs(plan)
         for row, ids in enumerate(inputs):
             self._write(plan, row, ids)
         for group, states in self._states.items():
             states.run(plan, self.tables[group], inputs)
-        for row, ids in enumerate(inputs):
-            sampled = self._sample(plan, row, ids)
+        return [self._sample(plan, row, ids) for row, ids in enumerate(inputs)]
+
+    def _decide(self, plan: StepPlan, drawn: list[list[int]], choices: Choices) -> StepResult:
+        for row, mask in zip(choices.rows.tolist(), choices.masks, strict=True):
+            drawn[row] = [allowed_token(drawn[row][0], mask, self._vocab)]
+        return self._result(plan, drawn)
+
+    def _result(self, plan: StepPlan, drawn: list[list[int]]) -> StepResult:
+        tokens = np.zeros((len(plan.slots), max(1, int(plan.samples.max(initial=0)))), np.int32)
+        counts = np.zeros(len(plan.slots), np.int32)
+        logprobs: dict[int, Logprobs] = {}
+        for row, sampled in enumerate(drawn):
             counts[row] = len(sampled)
             tokens[row, : len(sampled)] = sampled
             if sampled:

@@ -11,8 +11,10 @@ hold NaN, and a row with all tokens masked: alone, with a message. At most `LOGI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,10 +24,12 @@ from torch import Tensor
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, Ops, StepBatch
 from aengine.runner.batch import SamplePoints, Staged, Staging, Tokens, lay_out, sample_points
 from aengine.runner.logprobs import join_logprobs
+from aengine.runner.masks import Masks, masks_of
 from aengine.runner.media import SlotMedia
 from aengine.runner.sampler import Sampled, Sampler
 from aengine.runner.slot_state import POISON, SlotState
-from aengine.types import Int32s, Int64s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult
+from aengine.runner.step import Undecided
+from aengine.types import Bools, Choices, Int32s, Int64s, Logprobs, PageMove, SlotSetup, StepPlan, StepResult
 
 # 256 x 49,152 x 4 B = 48 MiB; a 256k vocabulary takes 256 MiB.
 LOGIT_ROWS = 256
@@ -40,7 +44,7 @@ class AnySampler(Protocol):
 
     def setup(self, setup: SlotSetup) -> None: ...
 
-    def sample(self, logits: Tensor, slots: Int32s, positions: Int64s) -> Sampled: ...
+    def sample(self, logits: Tensor, slots: Int32s, positions: Int64s, masks: Masks | None = None) -> Sampled: ...
 
     def score(self, logits: Tensor, targets: Int32s, slot: int) -> Logprobs: ...
 
@@ -54,6 +58,18 @@ class _Outcome:
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """A step whose forward is through: where it samples, and what came of it so far."""
+
+    staged: Staged
+    tokens: Tokens
+    points: SamplePoints
+    samples: Int32s
+    sampled: Sampled
+    outcome: _Outcome
 
 
 class TorchExecutor:
@@ -98,18 +114,31 @@ class TorchExecutor:
         return self._staging.stage(plan)
 
     @torch.inference_mode()
-    def run(self, staged: Staged) -> StepResult:
-        try:
+    def run(self, staged: Staged) -> StepResult | Undecided:
+        with self.releasing(staged) as release:
             self.state.apply(staged)
-            return self.compute(staged)
+            return release(self.compute(staged))
+
+    @contextmanager
+    def releasing(self, staged: Staged) -> Iterator[Callable[[StepResult | Undecided], StepResult | Undecided]]:
+        """Let go of a step's staging set in the end: of a step that is left undecided when it has been decided. Gives a
+        function through which the step's outcome passes."""
+        kept = False
+
+        def passing(done: StepResult | Undecided) -> StepResult | Undecided:
+            nonlocal kept
+            if isinstance(done, StepResult):
+                return done
+            kept = True
+            return Undecided(done.decide, partial(self._staging.release, staged))
+
+        try:
+            yield passing
         finally:
-            self.release(staged)
+            if not kept:
+                self._staging.release(staged)
 
-    def release(self, staged: Staged) -> None:
-        """Let go of a step's staging set."""
-        self._staging.release(staged)
-
-    def compute(self, staged: Staged) -> StepResult:
+    def compute(self, staged: Staged) -> StepResult | Undecided:
         """The step, once the slots' state is up to date."""
         tokens = lay_out(staged)
         width = max(1, int(staged.samples.max(initial=0)))
@@ -124,7 +153,9 @@ class TorchExecutor:
         for row, targets in staged.prompt_logprobs.items():
             if row not in outcome.failed:
                 self._score_prompt(staged, tokens, hidden, row, targets, outcome)
-        self._sample(staged, tokens, hidden, outcome)
+        return self._sample(staged, tokens, hidden, outcome)
+
+    def _result(self, staged: Staged, outcome: _Outcome) -> StepResult:
         return StepResult(
             step=staged.step,
             tokens=outcome.tokens,
@@ -198,31 +229,56 @@ class TorchExecutor:
         elif scores is not None:
             outcome.prompt_logprobs[row] = scores
 
-    def _sample(self, staged: Staged, tokens: Tokens, hidden: Tensor, outcome: _Outcome) -> None:
+    def _sample(self, staged: Staged, tokens: Tokens, hidden: Tensor, outcome: _Outcome) -> StepResult | Undecided:
         samples = staged.samples.copy()
         samples[list(outcome.failed)] = 0
         points = sample_points(samples, tokens)
-        sampled = self._draw(staged, tokens, hidden, points)
+        waiting = np.isin(points.rows, staged.deferred)
+        sampled, kept = self._draw(staged, tokens, hidden, points, waiting)
+        step = _Sampling(staged, tokens, points, samples, sampled, outcome)
+        return self._settle(step) if not len(staged.deferred) else Undecided(partial(self._decide, step, waiting, kept))
+
+    @torch.inference_mode()
+    def _decide(self, step: _Sampling, waiting: Bools, kept: list[Tensor], choices: Choices) -> StepResult:
+        at = waiting.nonzero()[0]
+        if at.size:
+            rows = step.points.rows[at]
+            known = np.isin(choices.rows, rows)  # a row may have failed before it could be sampled
+            masks = masks_of(Choices(choices.rows[known], choices.masks[known]), rows)
+            positions = step.tokens.positions[step.points.tokens[at]] + 1
+            one = self._sampler.sample(torch.cat(kept), step.staged.slots[rows], positions, masks)
+            step.sampled.merge(at, one)
+        return self._settle(step)
+
+    def _settle(self, step: _Sampling) -> StepResult:
+        staged, points, samples, sampled, outcome = step.staged, step.points, step.samples, step.sampled, step.outcome
         for point, message in sampled.failed.items():
             outcome.failed.setdefault(int(points.rows[point]), message)
         _settle_single_rows(points, samples, sampled, outcome)
         for row in np.nonzero(samples > 1)[0].tolist():
             if row not in outcome.failed:
-                _settle_draft_row(row, tokens, points, sampled, outcome)
+                _settle_draft_row(row, step.tokens, points, sampled, outcome)
         self._update_relay(staged, outcome)
+        return self._result(staged, outcome)
 
-    def _draw(self, staged: Staged, tokens: Tokens, hidden: Tensor, points: SamplePoints) -> Sampled:
-        """Sample all points, LOGIT_ROWS at a time."""
+    def _draw(
+        self, staged: Staged, tokens: Tokens, hidden: Tensor, points: SamplePoints, waiting: Bools
+    ) -> tuple[Sampled, list[Tensor]]:
+        """Sample the points that do not wait, LOGIT_ROWS at a time -> (them, logits of those that do)."""
+        kept: list[Tensor] = []
         drawn = Sampled(np.zeros(len(points.rows), dtype=np.int64), {}, {})
         for first in range(0, len(points.rows), LOGIT_ROWS):
             part = slice(first, min(first + LOGIT_ROWS, len(points.rows)))
             at = points.tokens[part]
             logits = self._model.logits(self._ops, hidden.index_select(0, self._to_device(at)))
-            one = self._sampler.sample(logits, staged.slots[points.rows[part]], tokens.positions[at] + 1)
-            drawn.tokens[part] = one.tokens
-            drawn.logprobs.update({first + point: value for point, value in one.logprobs.items()})
-            drawn.failed.update({first + point: message for point, message in one.failed.items()})
-        return drawn
+            free = np.flatnonzero(~waiting[part])
+            if len(free) < len(at):
+                kept.append(logits[self._to_device(np.flatnonzero(waiting[part]))])
+                logits = logits[self._to_device(free)]
+            if len(free):
+                slots = staged.slots[points.rows[part][free]]
+                drawn.merge(first + free, self._sampler.sample(logits, slots, tokens.positions[at[free]] + 1))
+        return drawn, kept
 
     def _update_relay(self, staged: Staged, outcome: _Outcome) -> None:
         """The last token of each row that sampled; poison where a row failed."""

@@ -6,6 +6,7 @@ Invariants: see scheduler.py.
 """
 
 from aengine.scheduler.drafts import Drafter, PromptLookup
+from aengine.scheduler.matcher import Matcher
 from aengine.scheduler.scheduler import Scheduler, SchedulerStats
 
-__all__ = ["Drafter", "PromptLookup", "Scheduler", "SchedulerStats"]
+__all__ = ["Drafter", "Matcher", "PromptLookup", "Scheduler", "SchedulerStats"]

@@ -39,16 +39,19 @@ class Columns:
         self.check_at = np.zeros(slots, np.int32)  # ends are looked for in Python when so many ids are known
         self.paused = np.zeros(slots, np.bool_)  # not planned: aborting, void, or about to be preempted
         self.mute = np.zeros(slots, np.bool_)  # results in flight are discarded
+        self.structured = np.zeros(slots, np.bool_)  # a grammar rules the output
+        self.settled = np.zeros(slots, np.int64)  # the last step whose sample was known before it was made
         self.drafting = np.zeros(slots, np.bool_)  # a draft row is in flight: its length is unknown until it retires
 
-    def occupy(self, slot: int, request: Request, ids: Int32s, cached: int) -> None:
+    def occupy(self, slot: int, request: Request, ids: Int32s, cached: int, *, structured: bool = False) -> None:
         """Give `slot` to a request whose first `cached` positions already have KV."""
         stops = request.rules.stop_ids
         self.handle[slot] = request.handle
         self.known[slot] = self.expected[slot] = len(ids)
         self.scheduled[slot] = self.computed[slot] = cached
         self.limit[slot] = request.max_total_tokens
-        self.last_step[slot] = 0
+        self.last_step[slot] = self.settled[slot] = 0
+        self.structured[slot] = structured
         self.check_at[slot] = request.max_total_tokens if len(stops) <= STOP_COLUMNS else 0
         for number, column in enumerate(self._stop_ids):
             column[slot] = stops[number] if number < len(stops) else -1
@@ -57,6 +60,7 @@ class Columns:
 
     def vacate(self, slot: int) -> None:
         self.handle[slot] = -1
+        self.structured[slot] = False
         self.known[slot] = self.expected[slot] = self.scheduled[slot] = 0  # nothing to do, so never planned
 
     def launched(self, plan: StepPlan) -> None:

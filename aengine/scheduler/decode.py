@@ -99,7 +99,8 @@ def _plan_drafts(scheduler: Scheduler, slots: Int64s, build: PlanBuilder) -> Int
         most = min(int(c.limit[slot]) - known - 1, build.left - rows_left - len(plain) - 1)
         if scheduler.recurrent and sequence.lease is not None:
             most = min(most, draft_room(sequence.lease, int(c.scheduled[slot]), known))
-        if most <= 0 or sequence.request.sampling.needs_history or sequence.slot in build.held:
+        guessable = not sequence.request.sampling.needs_history and sequence.matcher is None
+        if most <= 0 or not guessable or sequence.slot in build.held:
             plain.append(slot)
             continue
         drafts = scheduler.drafter.propose(c.tokens[slot, :known], most)

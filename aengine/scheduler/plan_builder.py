@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from aengine.scheduler.columns import Columns
-from aengine.types import Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
+from aengine.types import NO_ROWS, Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
 
 _NO_IDS = np.zeros(0, np.int32)
 _NO_SLOTS = np.zeros(0, np.int64)
@@ -95,6 +95,9 @@ class PlanBuilder:
             samples = np.concatenate([ones, np.array(self._samples, np.int32)])
             relay = np.concatenate([relay, np.zeros(len(others), np.bool_)])
             ids = np.concatenate([ids, *map(self._row_ids, self._slots, self._counts)])
+        deferred = NO_ROWS
+        if np.count_nonzero(c.structured):
+            deferred = (c.structured[slots] & (samples == 1)).nonzero()[0]
         return StepPlan(
             step=self.step,
             slots=slots,
@@ -111,6 +114,7 @@ class PlanBuilder:
             media=tuple(media),
             moves=moves,
             decodes=decodes,
+            deferred=deferred,
         )
 
     def _row_ids(self, slot: int, count: int) -> Int32s:

@@ -127,7 +127,8 @@ def _start(scheduler: Scheduler, sequence: Sequence, lease: Lease) -> None:
     c, slot = scheduler.columns, scheduler.free_slots.pop()
     sequence.slot, sequence.lease = slot, lease
     scheduler.by_slot[slot], scheduler.lease_of[slot] = sequence, lease
-    c.occupy(slot, sequence.request, sequence.ids, lease.cached_tokens)
+    structured = sequence.matcher is not None
+    c.occupy(slot, sequence.request, sequence.ids, lease.cached_tokens, structured=structured)
     c.capacity[slot] = lease.capacity_tokens
     c.commit_at[slot] = scheduler.cache.next_commit(lease, lease.cached_tokens)
     at = bisect.bisect(scheduler.keys, sequence.key)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from aengine.scheduler.structured import Ending, advance
 from aengine.types import (
     NO_HANDLES,
     NO_TOKENS,
@@ -30,7 +31,6 @@ from aengine.types import (
 
 if TYPE_CHECKING:
     from aengine.scheduler.scheduler import Scheduler
-    from aengine.scheduler.sequence import Sequence
 
 
 _Column = TypeVar("_Column", Int32s, Int64s)
@@ -87,15 +87,21 @@ def commit_rows(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Non
     c = scheduler.columns
     live = live_rows(scheduler, plan)
     alive = int(np.count_nonzero(live))
-    if plan.decodes == alive == len(live) and not result.failed and not np.count_nonzero(c.mute):
+    plain = not result.failed and not np.count_nonzero(c.mute) and not _settled(scheduler, plan)
+    if plan.decodes == alive == len(live) and plain:
         ended = _commit_decodes(scheduler, plan, result)
     else:
         ended = _commit_some(scheduler, plan, result, live)
-    for sequence, reason, stop_id in ended:
-        scheduler.finish(sequence, reason, stop_id=stop_id)
+    for sequence, reason, stop_id, error in ended:
+        scheduler.finish(sequence, reason, stop_id=stop_id, error=error)
 
 
-def _commit_decodes(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> _Ended:
+def _settled(scheduler: Scheduler, plan: StepPlan) -> bool:
+    """Whether a row's sample was known before it was made."""
+    return bool(len(plan.deferred)) and bool((scheduler.columns.settled[plan.slots] == plan.step).any())
+
+
+def _commit_decodes(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> list[Ending]:
     """The common case: every row has one new token, and somebody to hear of it. It computed its last known position."""
     c, slots = scheduler.columns, plan.slots
     computed = plan.starts + 1
@@ -105,7 +111,7 @@ def _commit_decodes(scheduler: Scheduler, plan: StepPlan, result: StepResult) ->
     return ended
 
 
-def _commit_some(scheduler: Scheduler, plan: StepPlan, result: StepResult, live: Bools) -> _Ended:
+def _commit_some(scheduler: Scheduler, plan: StepPlan, result: StepResult, live: Bools) -> list[Ending]:
     c = scheduler.columns
     sampled = plan.samples > 0
     scheduler.zombie_rows += int(np.count_nonzero(~live & sampled))
@@ -121,7 +127,7 @@ def _commit_some(scheduler: Scheduler, plan: StepPlan, result: StepResult, live:
     c.computed[slots[plain]] = (plan.starts + plan.counts)[rows[plain]]
     if plan.prompt_logprobs:
         _take_prompt_logprobs(scheduler, plan, result)
-    one = plan.samples[rows] == 1
+    one = (plan.samples[rows] == 1) & (c.settled[slots] != plan.step)
     told = rows[one]
     logprobs = {i: result.logprobs[row] for i, row in enumerate(told.tolist()) if row in result.logprobs}
     slots_one = slots[one]
@@ -140,9 +146,6 @@ def live_rows(scheduler: Scheduler, plan: StepPlan) -> Bools:
     return live
 
 
-_Ended = list[tuple["Sequence", FinishReason, int | None]]
-
-
 def _append_tokens(
     scheduler: Scheduler,
     slots: Int64s,
@@ -150,38 +153,49 @@ def _append_tokens(
     handles: Int64s,
     tokens: Int32s,
     logprobs: Mapping[int, Logprobs],
-) -> _Ended:
+) -> list[Ending]:
     """One new token for each of `slots`, which know known[i] of them; `logprobs` by index into these."""
     out = scheduler.outputs
     first = out.sampled(handles, tokens)
     for i, values in logprobs.items():
         out.logprobs[first + i] = values
-    ended: _Ended = []
+    ended: list[Ending] = []
     for i in scheduler.columns.append(slots, known, tokens).tolist():
         ended += _ending(scheduler, int(slots[i]), int(tokens[i]))
+    if np.count_nonzero(scheduler.columns.structured):
+        ended = _with_grammars(ended, advance(scheduler, slots, tokens))
     return ended
 
 
-def _ending(scheduler: Scheduler, slot: int, token: int) -> _Ended:
+def _with_grammars(ended: list[Ending], by_grammar: list[Ending]) -> list[Ending]:
+    """A sequence ends once. A stop token comes first, then what its grammar says, then its length."""
+    stopped = [ending for ending in ended if ending[1] is FinishReason.STOP]
+    taken = {ending[0] for ending in stopped}
+    ruled = [ending for ending in by_grammar if ending[0] not in taken]
+    taken |= {ending[0] for ending in ruled}
+    return [*stopped, *ruled, *(ending for ending in ended if ending[0] not in taken)]
+
+
+def _ending(scheduler: Scheduler, slot: int, token: int) -> list[Ending]:
     """Whether the sequence in `slot`, whose last token is `token`, ends with it."""
     c = scheduler.columns
     sequence = scheduler.at(slot)
     output_tokens = int(c.known[slot]) - sequence.prompt_tokens
     if token in sequence.request.rules.stop_ids and output_tokens > sequence.request.sampling.min_tokens:
-        return [(sequence, FinishReason.STOP, token)]
+        return [(sequence, FinishReason.STOP, token, None)]
     if c.known[slot] >= c.limit[slot]:
-        return [(sequence, FinishReason.LENGTH, None)]
+        return [(sequence, FinishReason.LENGTH, None, None)]
     return []
 
 
-def _accept_drafts(scheduler: Scheduler, plan: StepPlan, row: int, result: StepResult) -> _Ended:
+def _accept_drafts(scheduler: Scheduler, plan: StepPlan, row: int, result: StepResult) -> list[Ending]:
     """A draft row: keep the accepted tokens up to a stop, forget the positions behind them."""
     c, out = scheduler.columns, scheduler.outputs
     slot = int(plan.slots[row])
     sequence = scheduler.at(slot)
     start, accepted = int(plan.starts[row]), int(result.counts[row])
     logprobs = result.logprobs.get(row)
-    ended: _Ended = []
+    ended: list[Ending] = []
     kept = 0
     for i in range(accepted):
         token = int(result.tokens[row, i])

@@ -22,6 +22,7 @@ from aengine.prefix_cache import Grown, Lease, PrefixCache, TablePart
 from aengine.scheduler.columns import Columns
 from aengine.scheduler.decode import plan_decodes
 from aengine.scheduler.drafts import Drafter
+from aengine.scheduler.matcher import Matcher
 from aengine.scheduler.media import MediaBook
 from aengine.scheduler.pacing import Pacer, observe
 from aengine.scheduler.plan_builder import PlanBuilder
@@ -29,6 +30,7 @@ from aengine.scheduler.prefill import plan_prefills
 from aengine.scheduler.recurrent import has_state
 from aengine.scheduler.results import OutputBuilder, commit_rows
 from aengine.scheduler.sequence import Sequence, WaitingRoom
+from aengine.scheduler.structured import broken_rows, decide_rows
 from aengine.types import (
     FinishReason,
     Int64s,
@@ -112,9 +114,9 @@ class Scheduler:
 
     # ---- verbs
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. The caller checked that it fits the pool (`cache.fits`)."""
-        sequence = Sequence(request)
+    def submit(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queue a request. The caller checked that it fits the pool (`cache.fits`). `matcher` rules its output."""
+        sequence = Sequence(request, matcher)
         self._by_handle[request.handle] = sequence
         self.waiting.push(sequence)
 
@@ -146,9 +148,17 @@ class Scheduler:
         self.columns.launched(plan)
         return plan
 
+    def decide(self) -> tuple[Int64s, list[Matcher]]:
+        """Deferred rows of the newest step that need a mask, and their matchers; tokens that must come are taken over.
+        All earlier steps are committed, and no later one is planned before this."""
+        assert len(self._in_flight) == 1, f"{len(self._in_flight)} steps are in flight"
+        return decide_rows(self, self._in_flight[0])
+
     def commit(self, result: StepResult) -> StepOutputs:
         """Account the oldest step in flight."""
         plan = self._oldest_in_flight(result.step)
+        if len(plan.deferred) and (broken := broken_rows(self, plan)):
+            result = msgspec.structs.replace(result, failed={**broken, **result.failed})
         tainted = [handle for row in sorted(result.failed) for handle in self._retract_row(plan, row)]
         self._retire(plan)
         for handle in tainted:

@@ -12,6 +12,7 @@ import bisect
 import numpy as np
 
 from aengine.prefix_cache import Lease
+from aengine.scheduler.matcher import Matcher
 from aengine.types import Int32s, Request
 
 
@@ -25,13 +26,15 @@ class Sequence:
         "ids",
         "key",
         "lease",
+        "matcher",
         "prompt_logprobs_done",
         "request",
         "slot",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, matcher: Matcher | None = None) -> None:
         self.request = request
+        self.matcher = matcher  # has seen the output so far
         self.key = (request.priority, request.handle)
         self.ids: Int32s = np.asarray(request.prompt_ids, np.int32)
         self.slot = -1

@@ -12,7 +12,6 @@ from contextlib import aclosing
 from aiohttp import web
 
 from aengine.errors import InvalidRequest
-from aengine.server.answers import answer_parser
 from aengine.server.anthropic_frames import DIALECT, MessageFrames
 from aengine.server.anthropic_input import SENT_NAMES, chat_request
 from aengine.server.anthropic_schema import CountBody, MessagesBody
@@ -28,15 +27,15 @@ from aengine.server.sse import stream_job
 
 async def messages(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
-    engine = context.ready()
+    context.ready()
     body = (await read_body(request, MessagesBody)).value
     chat = _chat(request, body)
     try:
-        job = await start_chat(request, chat.body, "msg")
+        started = await start_chat(request, chat.body, "msg")
     except InvalidRequest as error:
         raise as_sent(error, chat.places, SENT_NAMES) from None
-    async with job:
-        frames = MessageFrames(job, Blocks(answer_parser(chat.body, engine)), body.stop_sequences or ())
+    async with started.job as job:
+        frames = MessageFrames(job, Blocks(started.parser), body.stop_sequences or ())
         if body.stream:
             return await stream_job(request, job, frames, context.config.keepalive_s, DIALECT)
         async with aclosing(job.deltas()) as deltas:
@@ -52,7 +51,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     context.served_name(body.model)
     chat = _chat(request, body)
     try:
-        prompt = await chat_prompt(chat.body, engine, None)
+        prompt = await chat_prompt(chat.body, engine, None, tool_parser=context.config.tool_parser)
     except InvalidRequest as error:
         raise as_sent(error, chat.places, SENT_NAMES) from None
     return json_response({"input_tokens": len(prompt.ids)})

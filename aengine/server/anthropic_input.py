@@ -59,6 +59,7 @@ def chat_request(body: CountBody) -> ChatRequest:
         model=body.model,
         tools=tools or None,
         tool_choice=None if body.tool_choice is None else _tool_choice(body.tool_choice),
+        parallel_tool_calls=False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
         chat_template_kwargs=_template_kwargs(body),
         reasoning_effort=None if wishes is None else wishes.effort,
         response_format=None if wishes is None else _response_format(wishes.format),

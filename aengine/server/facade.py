@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from aengine.server.parsers.regions import RegionStream
 from aengine.types import MediaInput, OutputDelta, SamplingParams, TokenLogprob
 
 Messages = list[dict[str, Any]]
@@ -78,6 +79,9 @@ class Text(Protocol):
     ) -> list[int]: ...
     @property
     def chat_template(self) -> str | None: ...  # Jinja source; None: a plain fallback
+    @property
+    def has_response_template(self) -> bool: ...  # the checkpoint says itself how its answers are made up
+    def response_stream(self, prompt: str, tools: Tools | None) -> RegionStream | None: ...
     def token_text(self, id: int) -> str: ...
     def token_bytes(self, id: int) -> bytes: ...
 

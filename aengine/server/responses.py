@@ -12,7 +12,6 @@ from contextlib import aclosing
 from aiohttp import web
 
 from aengine.errors import InvalidRequest, NotFound
-from aengine.server.answers import answer_parser
 from aengine.server.blocks import Blocks
 from aengine.server.body import read_body
 from aengine.server.chat import start_chat
@@ -33,11 +32,11 @@ async def responses(request: web.Request) -> web.StreamResponse:
     if chat.ignored:
         request[IGNORED] = (*request.get(IGNORED, ()), *chat.ignored)
     try:
-        job = await start_chat(request, chat.body, "resp")
+        started = await start_chat(request, chat.body, "resp")
     except InvalidRequest as error:
         raise as_sent(error, chat.places, SENT_NAMES) from None
-    async with job:
-        frames = ResponseFrames(job, body, Blocks(answer_parser(chat.body, engine)), engine.text)
+    async with started.job as job:
+        frames = ResponseFrames(job, body, Blocks(started.parser), engine.text)
         if body.stream:
             dialect = Dialect(done=b"", keep_alive=KEEP_ALIVE, failure=frames.failure)
             return await stream_job(request, job, frames, context.config.keepalive_s, dialect)

@@ -34,7 +34,6 @@ class ResponseFrames:
         self._items: list[dict[str, Any]] = []  # those that are done
         self._entries: list[TokenLogprob] = []  # of tokens whose text no event has shown yet
         self._shown: list[dict[str, Any]] = []  # log-probabilities of the open text
-        self._reasoning_tokens = 0
         self._finish: FinishReason | None = None
 
     def opening(self) -> bytes:
@@ -47,8 +46,6 @@ class ResponseFrames:
     def delta(self, delta: OutputDelta) -> bytes:
         self._entries.extend(delta.logprobs or ())
         changes = self._blocks.feed(delta.text)
-        if self._blocks.open is not None and self._blocks.open.kind == "reasoning":
-            self._reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
             changes += self._blocks.finish()
@@ -171,7 +168,7 @@ class ResponseFrames:
             "input_tokens": job.prompt_tokens,
             "input_tokens_details": {"cached_tokens": job.cached_tokens},
             "output_tokens": job.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": job.reasoning_tokens or 0},
             "total_tokens": job.prompt_tokens + job.completion_tokens,
         }
 

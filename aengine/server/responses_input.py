@@ -56,6 +56,7 @@ def chat_request(body: ResponsesBody) -> ChatRequest:
         stream=body.stream,
         tools=tools or None,
         tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         max_completion_tokens=body.max_output_tokens,

@@ -112,6 +112,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

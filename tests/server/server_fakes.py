@@ -46,6 +46,10 @@ class FakeText:
     """Bytes as tokens; a chat is rendered as `<role>content` lines."""
 
     chat_template = "{{ messages }}{{ tools }}"
+    has_response_template = False
+
+    def response_stream(self, prompt, tools):
+        return None
 
     def __init__(self):
         self.calls = []

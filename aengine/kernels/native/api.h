@@ -290,6 +290,7 @@ typedef struct {
     int32_t *history;
     int64_t history_count, prompt_tokens;
     double repetition, frequency, presence;
+    const uint32_t *mask; /* bit t % 32 of word t / 32: token t may be chosen; NULL: all may */
 } ae_slot;
 
 /* One token for each of `rows` positions of slots, from raw logits fp32 [rows, vocab], which stay as they are.
@@ -306,6 +307,8 @@ typedef struct {
     int32_t *ids;
     float *values;
     int32_t *ranks;
+    const uint8_t *phases; /* [rows]: only those whose phase is `phase` are sampled; NULL: all are */
+    int64_t phase;
 } ae_sample_args;
 
 /* Log-probabilities of targets [rows] and of the `alternatives` best tokens, from raw logits: as above. */

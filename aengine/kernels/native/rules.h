@@ -1,5 +1,5 @@
 /* What a slot's request does to its logits before a token is chosen; order and meaning as in the runner's rules module:
- * allowed ids, bias, bad words, stop tokens before min_tokens; then repetition, frequency, presence.
+ * its grammar's mask; allowed ids, bias, bad words, stop tokens before min_tokens; then repetition, frequency, presence.
  */
 #ifndef AE_RULES_H
 #define AE_RULES_H
@@ -42,6 +42,16 @@ static void count_output(const ae_slot *s, float *row, int64_t vocab, int64_t se
     }
 }
 
+static void apply_mask(const uint32_t *mask, float *row, int64_t vocab)
+{
+    for (int64_t first = 0; first < vocab; first += 32) {
+        const uint32_t word = mask[first / 32];
+        if (word == UINT32_MAX) continue;
+        for (int64_t i = 0; i < ae_min(32, vocab - first); i++)
+            if (!(word >> i & 1)) row[first + i] = -INFINITY;
+    }
+}
+
 /* `raw` with the rules applied -> row. */
 static void apply_rules(const ae_slot *s, const float *raw, float *row, int64_t vocab, int64_t position, int32_t *counts)
 {
@@ -51,6 +61,7 @@ static void apply_rules(const ae_slot *s, const float *raw, float *row, int64_t 
         for (int64_t i = 0; i < vocab; i++) row[i] = -INFINITY;
         for (int64_t i = 0; i < s->allowed_count; i++) row[s->allowed[i]] = raw[s->allowed[i]];
     }
+    if (s->mask) apply_mask(s->mask, row, vocab);
     const int64_t seen = ae_min(position, s->history_count);
     for (int64_t i = 0; i < s->biased_count; i++) row[s->biased[i]] += s->bias[i];
     for (int64_t i = 0; i < s->bad_count; i++) row[s->bad[i]] = -INFINITY;

@@ -157,7 +157,7 @@ static int32_t sample_row(const ae_sample_args *a, int64_t i, sample_scratch *w)
     float top, raw_top;
     int32_t token = best_of(raw, n, &raw_top);
     if ((a->faults[i] = fault_of(raw_top, AE_RAW_NAN))) return 0;
-    if (s->always_ruled || position < s->stops_until) {
+    if (s->always_ruled || s->mask || position < s->stops_until) {
         apply_rules(s, raw, w->row, n, position, w->counts);
         x = w->row;
         token = best_of(x, n, &top);
@@ -196,12 +196,14 @@ static int row_parts(const ae_context *ctx, int64_t rows, int64_t vocab)
     return (int)ae_max(1, ae_min(ae_parts(ctx, rows * vocab, 16384), rows));
 }
 
+static int in_phase(const ae_sample_args *a, int64_t row) { return !a->phases || a->phases[row] == a->phase; }
+
 static void sample_part(void *arg, int part, int parts)
 {
     const row_job *job = arg;
     const ae_sample_args *a = job->args;
     for (int64_t r = a->rows * part / parts; r < a->rows * (part + 1) / parts; r++)
-        a->tokens[r] = sample_row(a, r, job->scratch[part]);
+        if (in_phase(a, r)) a->tokens[r] = sample_row(a, r, job->scratch[part]);
 }
 
 /* Histories are written when all rows are through: a slot's drafts are one row each, and none sees what another drew. */
@@ -213,6 +215,7 @@ int AE_FN(sample)(ae_context *ctx, const ae_sample_args *a)
     ae_pool_run(ctx->pool, sample_part, &job, parts);
     for (int64_t i = 0; i < a->rows; i++) {
         const ae_slot *s = &a->table[a->slots[i]];
+        if (!in_phase(a, i)) continue;
         if (s->history && !a->faults[i] && a->positions[i] < s->history_count) s->history[a->positions[i]] = a->tokens[i];
     }
     return AE_OK;

@@ -35,6 +35,7 @@ SLOT = np.dtype(
         ("history", np.uint64),
         *((name, np.int64) for name in ("history_count", "prompt_tokens")),
         *((name, np.float64) for name in ("repetition", "frequency", "presence")),
+        ("mask", np.uint64),
     ]
 )
 # Greedy, no rules.
@@ -56,6 +57,7 @@ class LogprobArrays:
 
 
 NO_LOGPROBS = (0, 0, 0, 0)
+ALL_ROWS = (0, 0)
 
 
 class NativeSampling:
@@ -79,7 +81,7 @@ class NativeSampling:
         args = SAMPLE_ARGS.pack(
             logits.data_ptr(), *logits.shape, logits.stride(0), table.ctypes.data, slots.ctypes.data,
             positions.ctypes.data, tokens.ctypes.data, faults.ctypes.data,
-            *(NO_LOGPROBS if logprobs is None else logprobs.addresses()),
+            *(NO_LOGPROBS if logprobs is None else logprobs.addresses()), *ALL_ROWS,
         )  # fmt: skip
         check(self._sample(args), "sample")
         return tokens, faults, logprobs
