@@ -7,6 +7,7 @@ import json
 import pytest
 from server_fakes import FakeEngine
 from test_responses import scripted  # noqa: F401
+from test_tools import engine_with
 
 from aengine.types import FinishReason, OutputDelta
 
@@ -266,3 +267,21 @@ async def test_counted_tokens_are_those_charged(serve, typed_envelope):
     usage = (await ask(client, **body))["usage"]
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     await typed_envelope(await client.post(f"{URL}/count_tokens", json={}), 400, param="messages")
+
+
+async def test_tool_calls_of_a_template(serve):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text = f"<think>hm</think>I add.\n{call}"
+    pieces = [text[i : i + 7] for i in range(0, len(text), 7)]
+    client, engine = await serve(engine_with(pieces, "<tool_call></think> {{ tools }}"))
+    answer = await ask(client, tools=[TOOL], max_tokens=500)
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use"]
+    assert (answer["content"][2]["name"], answer["content"][2]["input"]) == ("add", {"a": 1})
+    assert answer["stop_reason"] == "tool_use"
+    for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+        await ask(client, tools=[TOOL], tool_choice=choice, max_tokens=500)
+        assert "add" in engine.submitted[-1]["sampling"].grammar.source
+    turns = [*HI, {"role": "assistant", "content": answer["content"]}]
+    result = {"type": "tool_result", "tool_use_id": answer["content"][2]["id"], "content": "3"}
+    await ask(client, tools=[TOOL], messages=[*turns, {"role": "user", "content": [result]}], max_tokens=500)
+    assert engine.text.calls[-1][0][-1]["name"] == "add"

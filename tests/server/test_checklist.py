@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from server_fakes import FakeEngine
 from test_disconnect import connect, until
 from test_run import BODY, process, until_ready
+from test_tools import engine_with
 
 from aengine.config import ServerConfig
 from aengine.engine.core import Core
@@ -135,6 +136,30 @@ async def test_07_choices_interleave(chunks):
         assert [choice["finish_reason"] for choice in mine] == [None] * 4 + ["stop"]
 
 
+async def test_08_tool_calls_stream_in_pieces(chunks):
+    call = '<tool_call>\n{"name": "tool_7", "arguments": {"city": "Rome"}}\n</tool_call>'
+    engine = engine_with([call[i : i + 6] for i in range(0, len(call), 6)])
+    told = [chunk["choices"][0] for chunk in (await chunks(engine, tools=TOOLS))[:-1]]
+    calls = [choice["delta"]["tool_calls"][0] for choice in told if "tool_calls" in choice["delta"]]
+    assert (calls[0]["index"], calls[0]["type"], calls[0]["function"]["name"]) == (0, "function", "tool_7")
+    assert calls[0]["id"]
+    assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in calls[1:])
+    assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {"city": "Rome"}
+    assert (told[-1]["delta"], told[-1]["finish_reason"]) == ({}, "tool_calls")
+
+
+async def test_09_tool_choice_is_enforced(serve, chat_body, envelope):
+    client, engine = await serve(engine_with(["x"]))
+    named = {"type": "function", "function": {"name": "tool_3"}}
+    for choice, allowed in (("required", 36), (named, 1)):
+        assert (await client.post(CHAT, json=chat_body(tools=TOOLS, tool_choice=choice))).status == 200
+        grammar = engine.submitted[-1]["sampling"].grammar
+        assert len(set(re.findall(r"tool_\d+", grammar.source))) == allowed
+    named["function"]["name"] = "unknown"
+    body = chat_body(tools=TOOLS, tool_choice=named)
+    await envelope(await client.post(CHAT, json=body), 400, param="tool_choice")
+
+
 async def test_11_echo_with_logprobs(serve):
     client, _ = await serve()
     body = {"prompt": [[97, 98], [99, 100, 101]], "echo": True, "logprobs": 1, "max_tokens": 1}
@@ -210,6 +235,19 @@ async def test_18_unknown_fields_are_named(serve, chat_body):
         assert response.headers["x-aengine-ignored"] == "frobnicate"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("guided_json", {"type": "object"}), ("guided_regex", "a+"), ("guided_choice", ["a", "b"]), ("guided_new", 1)],
+)
+async def test_19_guided_fields_are_honoured_or_refused(serve, chat_body, envelope, name, value):
+    client, engine = await serve()
+    response = await client.post(CHAT, json=chat_body(**{name: value}))
+    if response.status == 200:
+        assert engine.submitted[0]["sampling"].grammar is not None
+    else:
+        await envelope(response, 400, param=name)
+
+
 async def test_20_both_length_limits(serve, chat_body):
     client, engine = await serve()
     for fields, limit in (
@@ -271,6 +309,14 @@ async def test_23_a_disconnect_frees_the_pages(on_sim, monkeypatch, kind):
     assert engine.stats().steps < 200  # it did not run to its end
     assert engine.stats().kv_usage == 0
     assert engine.stats().open_streams == 0
+
+
+async def test_24_36_tools(serve, chat_body):
+    for template in ("<tool_call> {{ tools }}", "{{ messages }}"):
+        client, engine = await serve(engine_with(["x"], template))
+        for stream in (False, True):
+            assert (await client.post(CHAT, json=chat_body(tools=TOOLS, stream=stream))).status == 200
+        assert engine.submitted[0]["sampling"].grammar is None
 
 
 async def test_25_tokenizer_endpoints(serve, chat_body):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from server_fakes import FakeEngine
+from test_tools import engine_with
 
 from aengine.errors import EngineDead, InvalidRequest
 from aengine.server.pieces import CallArguments, CallStart, Reasoning, Text
@@ -283,3 +284,21 @@ async def test_chat_fields_beyond_openai(serve):
 async def test_text_format_text_is_fine(serve):
     client, _ = await serve()
     assert (await ask(client, text={"format": {"type": "text"}}))["text"] == {"format": {"type": "text"}}
+
+
+async def test_tool_calls_of_a_template(serve):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text = f"<think>hm</think>I add.\n{call}"
+    pieces = [text[i : i + 7] for i in range(0, len(text), 7)]
+    client, engine = await serve(engine_with(pieces, "<tool_call></think> {{ tools }}"))
+    events = await ask(client, tools=[TOOL], stream=True)
+    output = events[-1][1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    assert output[0]["content"][0]["text"] == "hm"
+    assert output[1]["content"][0]["text"].strip() == "I add."
+    assert json.loads(output[2]["arguments"]) == {"a": 1}
+    streamed = [e["delta"] for name, e in events if name == "response.function_call_arguments.delta"]
+    assert "".join(streamed) == output[2]["arguments"]
+    assert events[-1][1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] > 1
+    await ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "add"}, parallel_tool_calls=False)
+    assert "add" in engine.submitted[-1]["sampling"].grammar.source
