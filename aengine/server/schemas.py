@@ -58,6 +58,11 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ImageUrl(msgspec.Struct, frozen=True, kw_only=True):
