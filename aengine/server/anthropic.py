@@ -33,7 +33,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     try:
         started = await start_chat(request, chat.body, "msg")
     except InvalidRequest as error:
-        raise as_sent(error, chat.places, SENT_NAMES) from None
+        raise as_sent(error, chat, SENT_NAMES) from None
     async with started.job as job:
         frames = MessageFrames(job, Blocks(started.parser), body.stop_sequences or ())
         if body.stream:
@@ -53,7 +53,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     try:
         prompt = await chat_prompt(chat.body, engine, None, tool_parser=context.config.tool_parser)
     except InvalidRequest as error:
-        raise as_sent(error, chat.places, SENT_NAMES) from None
+        raise as_sent(error, chat, SENT_NAMES) from None
     return json_response({"input_tokens": len(prompt.ids)})
 
 

@@ -36,6 +36,7 @@ SENT_NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "grammar": "tools",  # what is left of the engine's word once the restricting fields were told from it
 }
 _ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -62,7 +63,6 @@ def chat_request(body: CountBody) -> ChatRequest:
         parallel_tool_calls=False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
         chat_template_kwargs=_template_kwargs(body),
         reasoning_effort=None if wishes is None else wishes.effort,
-        response_format=None if wishes is None else _response_format(wishes.format),
         **_sampling(body),
     )
     return ChatRequest(chat, drafts.places, dropped)
@@ -74,6 +74,12 @@ def _sampling(body: CountBody) -> dict[str, Any]:
         fields |= {"stream": body.stream, "max_completion_tokens": body.max_tokens}
         if body.stop_sequences is not None:
             fields["stop"] = body.stop_sequences
+    if body.output_config is not None and body.output_config.format is not None:
+        if body.response_format is not None:
+            raise InvalidRequest(
+                "output_config.format and response_format are the same thing; send one", param="output_config.format"
+            )
+        fields["response_format"] = _response_format(body.output_config.format)
     return fields
 
 
@@ -190,9 +196,7 @@ def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
     return _CHOICES[choice.type]
 
 
-def _response_format(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
-    if wanted is None:
-        return None
+def _response_format(wanted: dict[str, Any]) -> dict[str, Any]:
     if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
         raise InvalidRequest(
             "output_config.format is not {type: 'json_schema', schema: {…}}", param="output_config.format"

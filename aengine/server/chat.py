@@ -25,6 +25,7 @@ from aengine.server.prompts import chat_prompt
 from aengine.server.sampling import chat_sampling, renamed
 from aengine.server.schemas import ChatBody, GenerationBody
 from aengine.server.sse import stream_job
+from aengine.server.structured import as_sent
 from aengine.server.tools import knows_tools
 
 
@@ -92,7 +93,7 @@ def _as_sent(error: InvalidRequest, body: ChatBody) -> InvalidRequest:
         error.param = "messages"
     if body.max_tokens is None:
         error = renamed(error, "max_tokens", "max_completion_tokens")
-    return renamed(error, "logprobs", "top_logprobs")
+    return as_sent(renamed(error, "logprobs", "top_logprobs"), body)
 
 
 def chunk_options(body: GenerationBody, *, logprobs: bool) -> ChunkOptions:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aengine.errors import InvalidRequest
+from aengine.server import structured
 from aengine.server.schemas import ChatBody, ContentPart, FunctionCall, Message, ToolCall
 
 Content = str | list[ContentPart] | None
@@ -96,11 +97,12 @@ class ChatRequest:
     ignored: tuple[str, ...] = ()
 
 
-def as_sent(error: InvalidRequest, places: list[str], names: Mapping[str, str]) -> InvalidRequest:
+def as_sent(error: InvalidRequest, chat: ChatRequest, names: Mapping[str, str]) -> InvalidRequest:
     """The same error in the client's words: messages[i] by its place, other fields by `names` (ours to theirs)."""
+    error = structured.as_sent(error, chat.body)
     if error.param is None:
         return error
-    ours = error.param
+    ours, places = error.param, chat.places
     found = _PLACE.match(ours)
     if found is not None and int(found[1]) < len(places):
         head, theirs = found[0], places[int(found[1])]

@@ -34,7 +34,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     try:
         started = await start_chat(request, chat.body, "resp")
     except InvalidRequest as error:
-        raise as_sent(error, chat.places, SENT_NAMES) from None
+        raise as_sent(error, chat, SENT_NAMES) from None
     async with started.job as job:
         frames = ResponseFrames(job, body, Blocks(started.parser), engine.text)
         if body.stream:

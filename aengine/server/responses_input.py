@@ -30,6 +30,7 @@ SENT_NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "grammar": "tools",  # what is left of the engine's word once the restricting fields were told from it
 }
 _ROLES = ("system", "developer", "user", "assistant")
 _CHOICES = ("none", "auto", "required")
@@ -50,6 +51,7 @@ def chat_request(body: ResponsesBody) -> ChatRequest:
     choice, tools = _tool_choice(body.tool_choice, tools)
     logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
     extras: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+    extras["response_format"] = _response_format(body)
     chat = ChatBody(
         messages=drafts.messages(),
         model=body.model,
@@ -62,7 +64,6 @@ def chat_request(body: ResponsesBody) -> ChatRequest:
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
         top_logprobs=body.top_logprobs,
-        response_format=_response_format(body),
         **extras,
     )
     return ChatRequest(chat, drafts.places, dropped)
@@ -160,6 +161,10 @@ def _tool_choice(
 
 def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
     wanted = None if body.text is None else body.text.format
+    if body.response_format is not None:
+        if wanted is not None:
+            raise InvalidRequest("text.format and response_format are the same thing; send one", param="text.format")
+        return body.response_format
     if wanted is None or wanted.get("type") != "json_schema":
         return wanted
     return {"type": "json_schema", "json_schema": {key: value for key, value in wanted.items() if key != "type"}}

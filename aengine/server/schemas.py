@@ -27,7 +27,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen, and the request's place in the queue and the cache: common to all endpoints."""
+    """How tokens are chosen, what restricts them, and the request's place in the queue and the cache: common to all
+    generating endpoints, so that none of them can overlook a restriction."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -49,6 +50,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class GenerationBody(SamplingFields, frozen=True, kw_only=True):
@@ -62,7 +69,6 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class ImageUrl(msgspec.Struct, frozen=True, kw_only=True):

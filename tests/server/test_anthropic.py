@@ -9,6 +9,7 @@ from server_fakes import FakeEngine
 from test_responses import scripted  # noqa: F401
 from test_tools import engine_with
 
+from aengine.errors import InvalidRequest
 from aengine.types import FinishReason, OutputDelta
 
 URL = "/v1/messages"
@@ -285,3 +286,17 @@ async def test_tool_calls_of_a_template(serve):
     result = {"type": "tool_result", "tool_use_id": answer["content"][2]["id"], "content": "3"}
     await ask(client, tools=[TOOL], messages=[*turns, {"role": "user", "content": [result]}], max_tokens=500)
     assert engine.text.calls[-1][0][-1]["name"] == "add"
+
+
+async def test_formats_become_grammars(serve, typed_envelope):
+    client, engine = await serve()
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    await ask(client, output_config={"format": form})
+    assert engine.submitted[-1]["sampling"].grammar.kind == "json_schema"
+    await ask(client, structured_outputs={"choice": ["a", "b"]})
+    assert engine.submitted[-1]["sampling"].grammar.kind == "choice"
+    body = {"messages": HI, "max_tokens": 5, "output_config": {"format": form}}
+    both = body | {"response_format": {"type": "json_object"}}
+    await typed_envelope(await client.post(URL, json=both), 400, param="output_config.format")
+    engine.grammar_error = InvalidRequest("$.properties: no such keyword", param="grammar")
+    await typed_envelope(await client.post(URL, json=body), 400, param="output_config.format")

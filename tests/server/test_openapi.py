@@ -22,7 +22,7 @@ CHAT = {
     "tools": [TOOL],
     "tool_choice": "auto",
     "stream_options": {"include_usage": True},
-    "response_format": {"type": "text"},
+    "response_format": {"type": "json_object"},
 }
 # What the bodies of each path begin as, before something in them is changed.
 SEEDS = {

@@ -302,3 +302,27 @@ async def test_tool_calls_of_a_template(serve):
     assert events[-1][1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] > 1
     await ask(client, tools=[TOOL], tool_choice={"type": "function", "name": "add"}, parallel_tool_calls=False)
     assert "add" in engine.submitted[-1]["sampling"].grammar.source
+
+
+async def test_formats_become_grammars(serve, envelope):
+    client, engine = await serve()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    for fields, kind in (
+        ({"text": {"format": {"type": "json_object"}}}, "json_object"),
+        ({"text": {"format": form}}, "json_schema"),
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex"),
+        ({"guided_choice": ["a"]}, "choice"),
+    ):
+        await ask(client, **fields)
+        assert engine.submitted[-1]["sampling"].grammar.kind == kind
+    wrong = {"type": "json_schema", "name": "n"}
+    await envelope(await client.post(URL, json={"input": "x", "text": {"format": wrong}}), 400, param="text.format")
+    both = {"input": "x", "text": {"format": form}, "response_format": {"type": "json_object"}}
+    await envelope(await client.post(URL, json=both), 400, param="text.format")
+    engine.grammar_error = InvalidRequest("$.properties: no such keyword", param="grammar")
+    error = await envelope(
+        await client.post(URL, json={"input": "x", "text": {"format": form}}), 400, param="text.format"
+    )
+    assert "$.properties" in error["message"]
