@@ -22,8 +22,11 @@ from aengine.engine.core import Core
 from aengine.errors import QueueFull
 from aengine.models.detokenize import ByteStream
 from aengine.server import create_app
+from tests.engine.conftest import (
+    EOS,
+    sim,  # noqa: F401
+)
 from tests.engine.conftest import engine as sim_engine
-from tests.engine.conftest import sim  # noqa: F401
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 TOOLS = [
@@ -158,6 +161,48 @@ async def test_09_tool_choice_is_enforced(serve, chat_body, envelope):
     named["function"]["name"] = "unknown"
     body = chat_body(tools=TOOLS, tool_choice=named)
     await envelope(await client.post(CHAT, json=body), 400, param="tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("url", "restriction"),
+    [
+        (CHAT, lambda form: {"response_format": {"type": "json_schema", "json_schema": form}}),
+        ("/v1/responses", lambda form: {"text": {"format": {"type": "json_schema", **form}}}),
+        ("/v1/messages", lambda form: {"output_config": {"format": {"type": "json_schema", "schema": form["schema"]}}}),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+async def test_10_strict_schemas_hold(on_sim, sim, url, restriction):  # noqa: F811
+    """The device draws tokens without sense, each a byte; the schema alone makes a value of them."""
+    sim.tokenizer.stream = lambda *, skip_special_tokens=True: ByteStream(
+        lambda token: bytes([token]), frozenset({EOS})
+    )
+    sim.tokenizer.token_bytes = lambda token: bytes([token])
+    properties = {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}, "age": {"enum": [1, 22, 333]}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    client, _ = await on_sim()
+    asked = [{"role": "user", "content": "x"}]
+    body = {"input": "x"} if url == "/v1/responses" else {"messages": asked, "max_tokens": 200}
+    body |= restriction({"name": "pet", "strict": True, "schema": schema})
+    response = await client.post(url, json=body)
+    assert response.status == 200, await response.text()
+    answer = await response.json()
+    if url == CHAT:
+        text = answer["choices"][0]["message"]["content"]
+    elif url == "/v1/responses":
+        text = answer["output"][0]["content"][0]["text"]
+    else:
+        text = answer["content"][0]["text"]
+    pet = json.loads(text)
+    assert list(pet) == ["kind", "old", "age"]
+    assert pet["kind"] in ("cat", "dog")
+    assert isinstance(pet["old"], bool)
+    assert pet["age"] in (1, 22, 333)
 
 
 async def test_11_echo_with_logprobs(serve):
