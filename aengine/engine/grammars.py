@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from aengine.engine.schema_place import place_of
@@ -199,7 +200,7 @@ def _translated(grammar: Grammar) -> str:
         case "choice":
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, _choices(grammar.source))))
         case "lark":
-            return LLMatcher.grammar_from_lark(grammar.source)
+            return LLMatcher.grammar_from_lark(_as_lark(grammar.source))
     raise InvalidGrammar(f"no grammar is of kind {grammar.kind[:40]!r}", param="grammar")
 
 
@@ -217,6 +218,14 @@ def _schema_grammar(source: str) -> str:
         return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_FORM)
     except ValueError as error:
         raise InvalidGrammar(f"the schema cannot be read: {_shown(str(error))}", param="grammar") from None
+
+
+def _as_lark(source: str) -> str:
+    """llama.cpp's GBNF is translated."""
+    try:
+        return any_to_lark(source)
+    except Exception as error:  # the translator raises what its parser happens to
+        raise InvalidGrammar(f"the grammar cannot be read: {_shown(str(error))}", param="grammar") from None
 
 
 def _choices(source: str) -> list[str]:

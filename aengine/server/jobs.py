@@ -188,7 +188,8 @@ async def submit(
     cache_salt: str | None,
     images: Sequence[MediaInput] = (),
 ) -> Job:
-    """Submits all prompts or none; raises what `Engine.submit` raises. `images` belong to the only prompt."""
+    """Submits all prompts or none; raises what `Engine.prepare` and `submit` raise. `images`: of the only prompt."""
+    await engine.prepare(sampling)
     streams: list[Stream] = []
     try:
         for i, ids in enumerate(prompts):

@@ -63,6 +63,11 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ImageUrl(msgspec.Struct, frozen=True, kw_only=True):
