@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Of a field of the answer: more of its `text`; or, once it is `whole`, its `value`, or `failed` and all its text."""
+    """Of a field of the answer: more of its `text`; or, once it is `whole`, its `value`, or `failed` and its text."""
 
     field: str
     text: str = ""

@@ -70,19 +70,28 @@ async def start_chat(request: web.Request, body: ChatBody, prefix: str) -> Start
     if body.tools and not (form.use.written or knows_tools(body.chat_template or engine.text.chat_template)):
         request[IGNORED] = (*request.get(IGNORED, ()), "tools")  # answered all the same: front-ends always send them
     prompt = await chat_prompt(body, engine, sampling.max_tokens, tool_parser=context.config.tool_parser)
+    try:
+        await engine.prepare(sampling)  # what the client wrote, by itself: faults in it are told in its own terms
+    except InvalidRequest as error:
+        raise as_sent(error, body) from None
     sampling = await form.sampling(sampling, prompt.ids, engine.text)
     head = JobHead.new(prefix, model, context.fingerprint())
     parsers = await form.parsers(sampling.n, prompt.ids, engine.text)
     context.ready()  # rendering took its time in a thread; the server may have begun to drain
-    job = await submit(
-        engine,
-        head,
-        [prompt.ids],
-        sampling,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        images=prompt.images,
-    )
+    try:
+        job = await submit(
+            engine,
+            head,
+            [prompt.ids],
+            sampling,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            images=prompt.images,
+        )
+    except InvalidRequest as error:
+        if form.use.forced and error.param == "grammar":
+            error.param, error.message = "tools", f"tools cannot be enforced: {error.message}"
+        raise as_sent(error, body) from None
     job.thoughts = form.thoughts(job.choices, prompt.ids, engine.text)
     return StartedChat(job, parsers)
 
@@ -93,7 +102,7 @@ def _as_sent(error: InvalidRequest, body: ChatBody) -> InvalidRequest:
         error.param = "messages"
     if body.max_tokens is None:
         error = renamed(error, "max_tokens", "max_completion_tokens")
-    return as_sent(renamed(error, "logprobs", "top_logprobs"), body)
+    return renamed(error, "logprobs", "top_logprobs")
 
 
 def chunk_options(body: GenerationBody, *, logprobs: bool) -> ChunkOptions:

@@ -196,24 +196,24 @@ class Region:
 
 
 class Regions:
-    """Cuts `r:hm|c:ok|t:name` at its bars."""
+    """Cuts `r:hm|c:ok|t:name|b:broken` at its bars."""
 
     FIELDS: ClassVar = {"r": "reasoning_content", "c": "content", "t": "tool_calls", "b": "tool_calls"}
 
     def feed(self, text):
-        kind, _, rest = text.partition(":")
-        call = {"type": "function", "function": {"name": rest, "arguments": {"a": 1}}}
-        field = self.FIELDS[kind]
-        if kind == "b":
-            return [Region(field, rest), Region(field, rest, whole=True, failed=True)]
-        return [Region(field, rest), Region(field, value=call if kind == "t" else rest.strip(), whole=True)]
+        return [region for part in text.removesuffix("|").split("|") for region in self._regions(*part.split(":"))]
+
+    def _regions(self, kind, text):
+        field, call = self.FIELDS[kind], {"type": "function", "function": {"name": text, "arguments": {"a": 1}}}
+        whole = {"text": text, "failed": True} if kind == "b" else {"value": call if kind == "t" else text.strip()}
+        return [Region(field, text), Region(field, whole=True, **whole)]
 
     def finish(self):
         return []
 
 
 async def test_a_checkpoints_response_template_goes_first(serve, chat_body):
-    engine = engine_with(["r:\nhm\n", "c: ok ", "t:now", "b:{oops"])
+    engine = engine_with(["r:\nhm\n|", "c: ok |", "t:now|", "b:{oops"])
     asked = []
     engine.text.has_response_template = True
     engine.text.response_stream = lambda prompt, tools: asked.append((prompt, tools)) or Regions()

@@ -22,6 +22,7 @@ from aengine.types import Grammar
 MAX_CALLS = 16  # of one enforced answer: a model that was not trained to stop must come to an end
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_OBJECT = '{"type": "object"}'
 _GAP = "/[ \\n]{0,3}/"
 
 
@@ -90,14 +91,22 @@ def _thought_rules(think: ThinkMarks, token_ids: Mapping[str, int]) -> list[str]
 def _answer(grammar: Grammar) -> str:
     """The client's own grammar as the rule `answer`."""
     if grammar.kind == "json_object":
-        return 'answer: %json {"type": "object"}'
+        return f"answer: %json {_written(_OBJECT)}"
     if grammar.kind == "json_schema":
-        return f"answer: %json {grammar.source}"
+        return f"answer: %json {_written(grammar.source)}"
     if grammar.kind == "regex":
         return "answer: /" + _BARE_SLASH.sub(lambda found: found.group(1) or "\\/", grammar.source) + "/"
     if grammar.kind == "choice":
         return "answer: " + " | ".join(_literal(text, {}) for text in json.loads(grammar.source))
     return f"answer: %lark {{\n{grammar.source}\n}}"
+
+
+def _written(source: str) -> str:
+    """A client's schema, to be written as templates write JSON."""
+    schema = json.loads(source)
+    return json.dumps(
+        {**schema, "x-guidance": {**_WRITING, "coerce_one_of": False}} if isinstance(schema, dict) else schema
+    )
 
 
 def _literal(text: str, token_ids: Mapping[str, int]) -> str:
