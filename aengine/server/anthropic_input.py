@@ -36,7 +36,6 @@ SENT_NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
-    "grammar": "tools",  # what is left of the engine's word once the restricting fields were told from it
 }
 _ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aengine.errors import InvalidRequest
-from aengine.server import structured
 from aengine.server.schemas import ChatBody, ContentPart, FunctionCall, Message, ToolCall
 
 Content = str | list[ContentPart] | None
@@ -99,7 +98,6 @@ class ChatRequest:
 
 def as_sent(error: InvalidRequest, chat: ChatRequest, names: Mapping[str, str]) -> InvalidRequest:
     """The same error in the client's words: messages[i] by its place, other fields by `names` (ours to theirs)."""
-    error = structured.as_sent(error, chat.body)
     if error.param is None:
         return error
     ours, places = error.param, chat.places

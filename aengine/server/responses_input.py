@@ -30,7 +30,6 @@ SENT_NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "grammar": "tools",  # what is left of the engine's word once the restricting fields were told from it
 }
 _ROLES = ("system", "developer", "user", "assistant")
 _CHOICES = ("none", "auto", "required")
