@@ -25,6 +25,7 @@ _PUBLIC = {
     "DeviceConfig": "aengine.config",
     "ServerConfig": "aengine.config",
     "SamplingParams": "aengine.types",
+    "Grammar": "aengine.types",
     "RequestOutput": "aengine.types",
     "CompletionOutput": "aengine.types",
     "OutputDelta": "aengine.types",
@@ -32,12 +33,13 @@ _PUBLIC = {
     "FinishReason": "aengine.types",
     "AengineError": "aengine.errors",
     "InvalidRequest": "aengine.errors",
+    "InvalidGrammar": "aengine.errors",
+    "GrammarTooComplex": "aengine.errors",
     "ContextLengthExceeded": "aengine.errors",
     "QueueFull": "aengine.errors",
     "EngineDead": "aengine.errors",
     "StepFailed": "aengine.errors",
     "ServerUnreachable": "aengine.errors",
-    "Grammar": "aengine.types",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from aengine.errors import AengineError as AengineError
     from aengine.errors import ContextLengthExceeded as ContextLengthExceeded
     from aengine.errors import EngineDead as EngineDead
+    from aengine.errors import GrammarTooComplex as GrammarTooComplex
+    from aengine.errors import InvalidGrammar as InvalidGrammar
     from aengine.errors import InvalidRequest as InvalidRequest
     from aengine.errors import QueueFull as QueueFull
     from aengine.errors import ServerUnreachable as ServerUnreachable

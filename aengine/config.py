@@ -189,6 +189,12 @@ class ServerConfig:
     port: int = _setting(8000, "port to listen on; 0: any free one")
     api_key: str | None = _setting(None, "key that clients must send as a bearer token; unset: none needed")
     cors_origins: tuple[str, ...] = _setting((), "origins besides localhost that browsers may call from")
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen", "none"] = _setting(
+        "auto", "how tool calls are read from the text; auto: as the chat template writes them; none: not at all"
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = _setting(
+        "auto", "how reasoning is split from the answer; auto: if the chat template knows marks of it"
+    )
     client_chat_templates: bool = _setting(False, "let requests bring a chat template: a program that runs unchecked")
     max_body_bytes: int = _setting(8 * 2**20, "largest request body (for instance 8MiB)")
     shutdown_timeout_s: float = _setting(30.0, "seconds that open requests get to end after Ctrl-C")
@@ -201,6 +207,8 @@ class ServerConfig:
         if self.api_key is not None:
             _check_key(self.api_key)
         _check_filled("cors_origins", self.cors_origins)
+        _check_choice("tool_parser", self.tool_parser, ("auto", "hermes", "llama3_json", "mistral", "qwen", "none"))
+        _check_choice("reasoning_parser", self.reasoning_parser, ("auto", "think", "none"))
         _check("max_body_bytes", self.max_body_bytes, 1024, 2**40, "bytes")
         _check("shutdown_timeout_s", self.shutdown_timeout_s, 0.0, 3600.0, "s")
         _check("keepalive_s", self.keepalive_s, 0.1, 3600.0, "s")

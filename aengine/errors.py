@@ -44,6 +44,22 @@ class RequestTooLarge(InvalidRequest):
     code = "request_too_large"
 
 
+class InvalidGrammar(InvalidRequest):
+    """A schema, pattern or grammar that is wrong or cannot be enforced. `place`: where in a schema ("$.items")."""
+
+    code = "invalid_grammar"
+
+    def __init__(self, message: str, *, param: str | None = None, place: str = "") -> None:
+        super().__init__(message, param=param)
+        self.place = place
+
+
+class GrammarTooComplex(InvalidRequest):
+    """A grammar that would take too long or too much memory to enforce."""
+
+    code = "grammar_too_complex"
+
+
 class AuthenticationFailed(AengineError):
     status = 401
     type = "invalid_request_error"

@@ -38,7 +38,7 @@ class Grammar(msgspec.Struct, frozen=True):
     """What an answer must look like, as the client wrote it.
 
     `kind` and `source`: "json_object" (empty), "json_schema" (the schema as JSON text), "regex" (the pattern), "choice"
-    (a JSON list of strings), "lark" (a grammar in llguidance's Lark dialect).
+    (a JSON list of strings), "lark" (a grammar in llguidance's Lark dialect, or in GBNF).
     """
 
     kind: str

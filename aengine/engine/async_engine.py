@@ -32,6 +32,7 @@ from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
 from aengine.metrics import Metrics
+from aengine.scheduler import Matcher
 from aengine.types import Int32s, MediaInput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class AsyncEngine:
             parts.close()
             raise NotReady("the engine was closed while it was loading")
         runner = parts.make_runner(asyncio.get_running_loop())
-        core = Core(parts.scheduler, runner, self.config.scheduler.depth, parts.metrics)
+        core = Core(parts.scheduler, runner, self.config.scheduler.depth, parts.metrics, parts.grammars.make_masks)
         self._parts, self._core, self.report = parts, core, parts.report
         self._output = OutputTask(core.outputs, core.abort, parts.metrics)
         self._intake = Intake(self.config, parts.model, parts.text.tokenizer, parts.scheduler.cache)
@@ -229,7 +230,7 @@ class AsyncEngine:
         images: Sequence[MediaInput] = (),
     ) -> RequestStream:
         """Queue a prompt; returns its stream at once. `images`: one for each placeholder in the prompt, in their order,
-        from `read_images`.
+        from `read_images`. A `sampling.grammar` must have been prepared.
 
         Raises InvalidRequest (also for a request id in use), ContextLengthExceeded, RequestTooLarge, QueueFull,
         NotReady or EngineDead.
@@ -249,6 +250,7 @@ class AsyncEngine:
             adapter=adapter,
             images=images,
         )
+        matchers = self._matchers(sampling)
         self._check_room(len(requests))
         image_bytes = sum(image.n_bytes for image in images)
         self._check_image_room(image_bytes)
@@ -267,9 +269,20 @@ class AsyncEngine:
                 text.detokenizer(skip_special_tokens=sampling.skip_special_tokens) if sampling.detokenize else None
             )
             output.register(Choice(request.handle, index, stream, request.sampling, detokenizer))
-            core.submit(request)
+            core.submit(request, matchers[index])
         stream.on_finished(lambda: self._forget(request_id, image_bytes))
         return stream
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Compile the grammar of a request, in a thread, so that `submit` finds it; call it right before. Raises
+        InvalidGrammar or GrammarTooComplex."""
+        if sampling.grammar is not None:
+            await self._loaded().grammars.prepare(sampling.grammar)
+
+    def _matchers(self, sampling: SamplingParams) -> Sequence[Matcher | None]:
+        if sampling.grammar is None:
+            return [None] * sampling.n
+        return self._loaded().grammars.matchers(sampling.grammar, sampling.n)
 
     def abort(self, request_id: str) -> bool:
         """End a request early; its stream finishes with ABORT. False when no such request is open."""
@@ -356,7 +369,7 @@ class AsyncEngine:
         """
         sampling = sampling or SamplingParams()
         name = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        read, aborted = await self._read(name, prompt)
+        read, aborted = await self._read(name, prompt, sampling)
         stream = self.submit(
             read.ids,
             sampling,
@@ -408,14 +421,15 @@ class AsyncEngine:
         InvalidRequest."""
         return await self._loaded().images.read(sources, files=files)
 
-    async def _read(self, request_id: str, prompt: Prompt) -> tuple[PromptTokens, bool]:
-        """(the prompt's tokens, whether the request was aborted while they were made)."""
+    async def _read(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> tuple[PromptTokens, bool]:
+        """(the prompt's tokens, whether the request was aborted while they were made); its grammar is prepared."""
         self._ready()
         if request_id in self._encoding:
             raise InvalidRequest(f"request id {request_id[:100]!r} is in use", param="request_id")
         self._encoding[request_id] = False
         try:
             read = await read_prompt(prompt, self.text, self._loaded().images)
+            await self.prepare(sampling)
         finally:
             aborted = self._encoding.pop(request_id)
         return read, aborted

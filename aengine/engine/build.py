@@ -10,18 +10,21 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from aengine.config import EngineConfig, home, usable_home
 from aengine.engine.build_cpu import make_cpu
 from aengine.engine.build_sim import make_sim
 from aengine.engine.facts import ModelInfo, StartupReport
+from aengine.engine.grammars import Grammars
 from aengine.engine.images import Images
 from aengine.engine.lean_torch import import_left_out
 from aengine.engine.ledger import Ledger, Made, PhaseHook, ProgressHook, RunnerFactory
 from aengine.engine.page_groups import plan_pages
 from aengine.engine.sizing import free_bytes, in_flight_tokens
 from aengine.engine.text import TextProcessor
+from aengine.engine.vocabulary import read_vocabulary
 from aengine.errors import ConfigError
 from aengine.memory import Pool
 from aengine.metrics import Metrics
@@ -43,6 +46,7 @@ class Parts:
     text: TextProcessor
     images: Images
     metrics: Metrics
+    grammars: Grammars
     scheduler: Scheduler
     make_runner: RunnerFactory
     report: StartupReport
@@ -51,6 +55,7 @@ class Parts:
         """End the worker threads; does not wait for what they are doing."""
         self.text.close()
         self.images.close()
+        self.grammars.close()
 
 
 def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook | None = None) -> Parts:
@@ -92,7 +97,8 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         image_token=None if made.vision is None else made.vision.image_token,
     )
     text = TextProcessor(tokenizer, max_context=made.context, chat_template=template)
-    return Parts(model, text, images, metrics, scheduler, made.make_runner, ledger.report())
+    grammars = Grammars(partial(read_vocabulary, tokenizer, made.vocab))
+    return Parts(model, text, images, metrics, grammars, scheduler, made.make_runner, ledger.report())
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Tokenizer, str | None]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from aengine.errors import AengineError, ContextLengthExceeded, InvalidRequest
 from aengine.models.detokenize import TextStream
+from aengine.models.response import ResponseStream
 from aengine.models.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -37,6 +38,15 @@ class TextProcessor:
     def chat_template(self) -> str | None:
         """The Jinja template in use; None: the fallback for models without one."""
         return self._chat_template or self.tokenizer.chat_template
+
+    @property
+    def has_response_template(self) -> bool:
+        return self.tokenizer.response_template is not None
+
+    def response_stream(self, prompt: str, tools: list[dict[str, Any]] | None) -> ResponseStream | None:
+        """Cuts one answer by the checkpoint's response template; None: it has none."""
+        template = self.tokenizer.response_template
+        return None if template is None else template.stream(prompt, tools)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

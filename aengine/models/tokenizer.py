@@ -1,7 +1,8 @@
 """Text to tokens and back, and chats to text, for one model.
 
 Owns: the Tokenizer façade; its making from a Hugging Face folder or a GGUF file; the cache of those built from GGUF.
-Does not know: requests, sampling, HTTP. Never imports transformers (2 to 5 s of start-up).
+Does not know: requests, sampling, HTTP. Never imports transformers (2 to 5 s of start-up), but
+for a checkpoint with a response template.
 Invariants: immutable after construction, so worker threads may share it. A chat rendered by `render_chat` already
 contains its special tokens: encode it with add_special_tokens=False.
 """
@@ -25,6 +26,7 @@ from aengine.models.detokenize import ByteStream, DecoderStream, TextStream, Tok
 from aengine.models.gguf import GGUFFile
 from aengine.models.gguf_config import gguf_eos_ids, special_id
 from aengine.models.gguf_tokenizer import build_tokenizer
+from aengine.models.response import ResponseTemplate, read_response_template
 
 CACHE_SCHEMA = 1  # part of the cached file's name: raise it when building changes
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -48,6 +50,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         bos_id: int | None,
         eos_ids: Iterable[int],
+        response_template: ResponseTemplate | None = None,
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
@@ -58,6 +61,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = bos_id
+        self.response_template = response_template
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_ids))
         self.chat_template: str | None = self._templates.get("default")
         self.has_chat_template = bool(self._templates)
@@ -154,6 +158,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         special_tokens=special,
         bos_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         eos_ids=(*ends, *([] if main is None else [main])),
+        response_template=read_response_template(settings),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from aengine.errors import NotReady
+from aengine.errors import NotReady, NotSupported
 from aengine.server.context import CONTEXT, LOADING_RETRY_S, server_version
 from aengine.server.envelope import json_response
 from aengine.server.facade import ModelFacts
@@ -66,3 +66,7 @@ async def version(request: web.Request) -> web.StreamResponse:
 async def reset_prefix_cache(request: web.Request) -> web.StreamResponse:
     await request.app[CONTEXT].ready().reset_prefix_cache()
     return json_response({"status": "ok"})
+
+
+async def adapters(request: web.Request) -> web.StreamResponse:
+    raise NotSupported("this server has no adapters; it serves its model as it is")

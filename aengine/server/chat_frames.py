@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aengine.server.answers import finish_reason, message_fields
 from aengine.server.envelope import encode_json
 from aengine.server.jobs import Choice, Job
 from aengine.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from aengine.server.pieces import AnswerParser, CallArguments, CallStart, Piece, Reasoning, Text
 from aengine.types import OutputDelta
 
 
@@ -35,7 +37,12 @@ class ChunkOptions:
 class ChatFrames:
     """The frames of one streamed chat."""
 
-    def __init__(self, job: Job, options: ChunkOptions, text: TokenTexts) -> None:
+    def __init__(
+        self, job: Job, options: ChunkOptions, text: TokenTexts, parsers: Sequence[AnswerParser] | None = None
+    ) -> None:
+        """`parsers`, one per choice, cut the text into pieces; None: the text is the content."""
+        self._parsers = parsers
+        self._called: set[int] = set()  # choices that called a tool
         self._job = job
         self._options = options
         self._text = options.names or text
@@ -64,25 +71,47 @@ class ChatFrames:
     idle_opening = opening
 
     def delta(self, delta: OutputDelta) -> bytes:
-        shown = delta.text or (delta.token_ids and (self._options.logprobs or self._options.token_ids))
-        data = self._content(delta) if shown else b""
-        return data if delta.finish_reason is None else data + self._finish(delta)
+        if self._parsers is not None:
+            return self._parsed(delta, self._parsers[delta.index])
+        shown = delta.text or self._tells(delta)
+        data = self._content(delta, b'"content":' + encode_json(delta.text)) if shown else b""
+        return data if delta.finish_reason is None else data + self._finish(delta, delta.finish_reason)
+
+    def _parsed(self, delta: OutputDelta, parser: AnswerParser) -> bytes:
+        pieces = list(parser.feed(delta.text)) if delta.text else []
+        if delta.finish_reason is not None:
+            pieces += parser.finish()
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self._called.add(delta.index)
+        fields = [encode_json(delta_fields(piece))[1:-1] for piece in pieces]
+        if not fields and self._tells(delta):
+            fields = [b'"content":""']
+        chunks = [self._content(delta, field, first=i == 0) for i, field in enumerate(fields)]
+        if delta.finish_reason is not None:
+            chunks.append(self._finish(delta, finish_reason(delta.finish_reason, called=delta.index in self._called)))
+        return b"".join(chunks)
+
+    def _tells(self, delta: OutputDelta) -> bool:
+        """Whether its tokens are told even without text."""
+        return bool(delta.token_ids) and (self._options.logprobs or self._options.token_ids)
 
     def closing(self) -> bytes:
         if not self._options.usage:
             return b""
         return self._fixed + b',"choices":[],"usage":' + encode_json(self._job.usage()) + b"}\n\n"
 
-    def _content(self, delta: OutputDelta) -> bytes:
-        logprobs = b"null"
-        if self._options.logprobs and delta.logprobs is not None:
+    def _content(self, delta: OutputDelta, fields: bytes, *, first: bool = True) -> bytes:
+        """One chunk. What a delta tells of its tokens is in its first one."""
+        logprobs, ids = b"null", b""
+        if first and self._options.logprobs and delta.logprobs is not None:
             logprobs = encode_json(chat_logprobs(delta.logprobs, self._text))
-        ids = b',"token_ids":' + encode_json(delta.token_ids) if self._options.token_ids else b""
+        if self._options.token_ids:
+            ids = b',"token_ids":' + encode_json(delta.token_ids if first else ())
         return b"".join(
             (
                 self._heads[delta.index],
-                b'{"content":',
-                encode_json(delta.text),
+                b"{",
+                fields,
                 b'},"logprobs":',
                 logprobs,
                 b',"finish_reason":null',
@@ -93,8 +122,8 @@ class ChatFrames:
             )
         )
 
-    def _finish(self, delta: OutputDelta) -> bytes:
-        reason, stop = encode_json(str(delta.finish_reason)), encode_json(delta.stop_reason)
+    def _finish(self, delta: OutputDelta, why: str) -> bytes:
+        reason, stop = encode_json(str(why)), encode_json(delta.stop_reason)
         tail = b'{},"logprobs":null,"finish_reason":' + reason + b',"stop_reason":' + stop + b"}]"
         return self._heads[delta.index] + tail + self._usage() + b"}\n\n"
 
@@ -104,16 +133,37 @@ class ChatFrames:
         return self._null_usage
 
 
-def chat_answer(job: Job, choices: Sequence[Choice], options: ChunkOptions, text: TokenTexts) -> dict[str, Any]:
+def delta_fields(piece: Piece) -> dict[str, Any]:
+    """A piece as fields of a chunk's delta."""
+    match piece:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning": text, "reasoning_content": text}
+        case CallStart(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def chat_answer(
+    job: Job,
+    choices: Sequence[Choice],
+    options: ChunkOptions,
+    text: TokenTexts,
+    parsers: Sequence[AnswerParser] | None = None,
+) -> dict[str, Any]:
     """The whole answer of a chat that is not streamed."""
     head, stream = job.head, job.streams[0]
+    told = [_choice(choice, options, text, parsers[choice.index] if parsers else None) for choice in choices]
     answer: dict[str, Any] = {
         "id": head.id,
         "object": "chat.completion",
         "created": head.created,
         "model": head.model,
         "system_fingerprint": head.fingerprint,
-        "choices": [_choice(choice, options, text) for choice in choices],
+        "choices": told,
         "usage": job.usage(),
     }
     if stream.prompt_logprobs is not None:
@@ -123,12 +173,17 @@ def chat_answer(job: Job, choices: Sequence[Choice], options: ChunkOptions, text
     return answer
 
 
-def _choice(choice: Choice, options: ChunkOptions, text: TokenTexts) -> dict[str, Any]:
+def _choice(choice: Choice, options: ChunkOptions, text: TokenTexts, parser: AnswerParser | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"content": choice.text, "refusal": None}
+    why = choice.finish_reason
+    if parser is not None:
+        fields = message_fields([*parser.feed(choice.text), *parser.finish()])
+        why = finish_reason(why, called="tool_calls" in fields)
     out = {
         "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": {"role": "assistant", **fields},
         "logprobs": chat_logprobs(choice.logprobs, options.names or text) if options.logprobs else None,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": why,
         "stop_reason": choice.stop_reason,
     }
     if options.token_ids:

@@ -23,6 +23,7 @@ from aengine.server.prompts import Prompt, completion_prompts
 from aengine.server.sampling import completion_sampling, scores_only
 from aengine.server.schemas import CompletionBody
 from aengine.server.sse import stream_job
+from aengine.server.structured import as_sent
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -38,7 +39,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     head = JobHead.new("cmpl", model, context.fingerprint())
     context.ready()  # encoding took its time in a thread; the server may have begun to drain
     ids = [prompt.ids for prompt in prompts]
-    job = await submit(engine, head, ids, sampling, priority=body.priority, cache_salt=body.cache_salt)
+    try:
+        job = await submit(engine, head, ids, sampling, priority=body.priority, cache_salt=body.cache_salt)
+    except InvalidRequest as error:
+        raise as_sent(error, body) from None
     async with job:
         if body.stream:
             frames = CompletionFrames(job, options, engine.text)

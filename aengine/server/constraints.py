@@ -15,9 +15,9 @@ from aengine.errors import InvalidRequest
 
 _EMPTY = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 
-_GRAMMAR = "structured output is not available on this server"
+_GRAMMAR = "this form is not available on this server; send structured_outputs"
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend")
 _REFUSED = {
-    "structured_outputs": _GRAMMAR,
     "structural_tag": _GRAMMAR,
     "json_schema": _GRAMMAR,
     "grammar": _GRAMMAR,
@@ -37,6 +37,7 @@ _REFUSED = {
 def refuse_constraints(fields: Mapping[str, msgspec.Raw]) -> None:
     """Raises InvalidRequest for the first field that asks for one of these. Null, false and empty ask nothing."""
     for name, raw in fields.items():
-        reason = _GRAMMAR if name.startswith("guided_") else _REFUSED.get(name)
+        unknown = name.startswith("guided_") and name not in _GUIDED
+        reason = _GRAMMAR if unknown else _REFUSED.get(name)
         if reason is not None and bytes(raw).strip() not in _EMPTY:
             raise InvalidRequest(f"{name}: {reason}", param=name)

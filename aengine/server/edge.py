@@ -17,7 +17,7 @@ from aiohttp import web
 
 from aengine.errors import AengineError, AuthenticationFailed, BodyTooLarge, InvalidRequest, MethodNotAllowed, NotFound
 from aengine.server.context import CONTEXT, IGNORED, REQUEST_ID, ServerContext
-from aengine.server.envelope import error_response, shorten
+from aengine.server.envelope import error_object, error_response, shorten, typed_error_object
 from aengine.server.page import PREFIX
 
 log = logging.getLogger("aengine.server")
@@ -25,6 +25,7 @@ log = logging.getLogger("aengine.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset(("/", "/health"))
+MESSAGES_PATH = "/v1/messages"
 MAX_IGNORED_SHOWN = 32
 _LOCAL_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -44,13 +45,13 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
             check_key(request, context.config.api_key)
         return await handler(request)
     except AengineError as error:
-        return _failed(error, context)
+        return _failed(request, error)
     except web.HTTPException as error:
-        return _http_error(request, error, context)
+        return _http_error(request, error)
     except Exception:
         id = request[REQUEST_ID]
         log.exception("%s %s (%s) failed on an internal fault", request.method, shorten(request.path, 200), id)
-        return error_response(AengineError(f"internal error; the server's log has more under {id}"))
+        return _failed(request, AengineError(f"internal error; the server's log has more under {id}"))
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -59,6 +60,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     id = request.get(REQUEST_ID)
     if id is not None:
         response.headers["x-request-id"] = id
+        if request.path.startswith(MESSAGES_PATH):
+            response.headers["request-id"] = id  # the name that Messages clients look for
     ignored: tuple[str, ...] = request.get(IGNORED, ())
     if ignored:
         response.headers["x-aengine-ignored"] = ignored_header(ignored)
@@ -82,9 +85,11 @@ def check_key(request: web.Request, key: str | None) -> None:
     if key is None:
         return
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    sent = token.strip().encode("utf-8", "surrogateescape")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(sent, key.encode()):
-        raise AuthenticationFailed("missing or wrong API key; send 'Authorization: Bearer <key>'")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    for sent in (bearer, request.headers.get("x-api-key", "").strip()):  # the second is what Messages clients send
+        if hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), key.encode()):
+            return
+    raise AuthenticationFailed("missing or wrong API key; send 'Authorization: Bearer <key>' or 'x-api-key: <key>'")
 
 
 def origin_allowed(origin: str, configured: tuple[str, ...]) -> bool:
@@ -108,26 +113,26 @@ def _preflight(request: web.Request, context: ServerContext) -> web.Response:
     return response
 
 
-def _failed(error: AengineError, context: ServerContext) -> web.Response:
-    response = error_response(error)
+def _failed(request: web.Request, error: AengineError) -> web.Response:
+    response = error_response(error, typed_error_object if request.path.startswith(MESSAGES_PATH) else error_object)
     if error.status == 503:
-        response.headers["x-aengine-phase"] = context.phase
+        response.headers["x-aengine-phase"] = request.app[CONTEXT].phase
     return response
 
 
-def _http_error(request: web.Request, error: web.HTTPException, context: ServerContext) -> web.Response:
+def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     """aiohttp's own errors: unknown paths, wrong methods, oversized bodies."""
     where = f"{request.method} {shorten(request.path, 200)}"
     if error.status == 404:
-        return _failed(NotFound(f"there is no {where}"), context)
+        return _failed(request, NotFound(f"there is no {where}"))
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        response = _failed(MethodNotAllowed(f"{where} is not possible; allowed: {allowed}"), context)
+        response = _failed(request, MethodNotAllowed(f"{where} is not possible; allowed: {allowed}"))
         response.headers["Allow"] = allowed
         return response
     if error.status == 413:
-        limit = context.config.max_body_bytes
-        return _failed(BodyTooLarge(f"the body has more than the {limit} bytes that are accepted"), context)
+        limit = request.app[CONTEXT].config.max_body_bytes
+        return _failed(request, BodyTooLarge(f"the body has more than the {limit} bytes that are accepted"))
     if 400 <= error.status < 500:
-        return _failed(InvalidRequest(f"{where}: {error.reason}"), context)
-    return _failed(AengineError(f"{where}: {error.reason}"), context)
+        return _failed(request, InvalidRequest(f"{where}: {error.reason}"))
+    return _failed(request, AengineError(f"{where}: {error.reason}"))

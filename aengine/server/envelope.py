@@ -1,12 +1,13 @@
 """Answers as bytes: JSON bodies and the one error envelope.
 
-Owns: {"error": {message, type, param, code}} and the headers that go with a status.
+Owns: {"error": {message, type, param, code}}, its typed twin, and the headers that go with a status.
 Does not know: which request failed, or why.
-Invariants: every error body has exactly these four keys and stays under about 2 KB however large its cause was.
+Invariants: every error has exactly these four keys and its body stays under about 2 KB however large its cause was.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -32,8 +33,13 @@ def error_object(error: AengineError) -> dict[str, Any]:
     return {"error": {"message": message, "type": error.type, "param": param, "code": error.code}}
 
 
-def error_response(error: AengineError) -> web.Response:
-    response = json_response(error_object(error), status=error.status)
+def typed_error_object(error: AengineError) -> dict[str, Any]:
+    """The same for clients of the Messages API, which look for a type outside as well."""
+    return {"type": "error", **error_object(error)}
+
+
+def error_response(error: AengineError, shape: Callable[[AengineError], dict[str, Any]] = error_object) -> web.Response:
+    response = json_response(shape(error), status=error.status)
     if error.status in (429, 503):
         response.headers["Retry-After"] = str(error.retry_after_s or DEFAULT_RETRY_AFTER_S)
     if error.status == 401:

@@ -21,6 +21,7 @@ import msgspec
 
 from aengine.errors import AengineError, NotReady, StepFailed
 from aengine.server.facade import Engine, Stream
+from aengine.server.parsers.thinking import ThoughtCount
 from aengine.types import FinishReason, MediaInput, OutputDelta, SamplingParams, TokenLogprob
 
 
@@ -46,6 +47,7 @@ class Job:
         self.streams = streams
         self.n = n
         self.open_choices = n * len(streams)
+        self.thoughts: Sequence[ThoughtCount] | None = None  # one per choice of a model that thinks
         self._pumps: list[asyncio.Task[None]] = []
 
     @property
@@ -76,6 +78,8 @@ class Job:
         source = self.streams[0] if len(self.streams) == 1 else None
         async with aclosing(self._only(source) if source is not None else self._merged()) as deltas:
             async for delta in deltas:
+                if self.thoughts is not None:
+                    self.thoughts[delta.index].add(delta.token_ids)
                 if delta.finish_reason is not None:
                     _check_finish(delta)
                     self.open_choices -= 1
@@ -122,16 +126,24 @@ class Job:
     def completion_tokens(self) -> int:
         return sum(stream.completion_tokens for stream in self.streams)
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Up to now; None: the model does not think."""
+        return None if self.thoughts is None else sum(count.tokens for count in self.thoughts)
+
     def usage(self, completion_tokens: int | None = None) -> dict[str, Any]:
         """OpenAI's usage object; `completion_tokens` where tokens were made that the client does not get."""
         prompt = self.prompt_tokens
         completion = self.completion_tokens if completion_tokens is None else completion_tokens
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if (thoughts := self.reasoning_tokens) is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return usage
 
 
 @dataclass(slots=True)
@@ -176,7 +188,8 @@ async def submit(
     cache_salt: str | None,
     images: Sequence[MediaInput] = (),
 ) -> Job:
-    """Submits all prompts or none; raises what `Engine.submit` raises. `images` belong to the only prompt."""
+    """Submits all prompts or none; raises what `Engine.prepare` and `submit` raise. `images`: of the only prompt."""
+    await engine.prepare(sampling)
     streams: list[Stream] = []
     try:
         for i, ids in enumerate(prompts):

@@ -1,6 +1,6 @@
 """Chat messages: from the wire to what a chat template takes.
 
-Owns: roles, content forms, tool definitions and their checks; the arguments of a template call.
+Owns: roles, content forms and their checks; the arguments of a template call.
 Does not know: templates themselves, token ids, sampling.
 Invariants: templates get plain dicts with string content, or with text and image parts where there are images; a fault
 names messages[i] and its field.
@@ -16,6 +16,7 @@ import msgspec
 from aengine.errors import InvalidRequest
 from aengine.server.envelope import shorten
 from aengine.server.schemas import ContentPart, Message, ToolCall
+from aengine.server.tools import introduced, knows_tools, offered_tools, tool_use, written_out
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -73,14 +74,31 @@ def template_call(body: Templated) -> TemplateCall:
         raise InvalidRequest(
             "continue_final_message needs a last message of the assistant", param="continue_final_message"
         )
+    tool_use(body, None, "none")  # raises for what is malformed
     generate = not proceed if body.add_generation_prompt is None else body.add_generation_prompt
     return TemplateCall(
-        tools=_tools(body),
+        tools=offered_tools(body),
         add_generation_prompt=generate,
         continue_final_message=proceed,
         chat_template=body.chat_template,
         kwargs=_template_kwargs(body),
     )
+
+
+def conversation(
+    body: Templated, template: str | None, images: list[str] | None = None, *, tool_parser: str = "auto"
+) -> tuple[list[dict[str, Any]], TemplateCall]:
+    """Messages and call for the chat template `template`; raises InvalidRequest.
+
+    A template that knows no tools gets earlier calls and their results as text, and, where calls will be read or must
+    be made, an explanation of the tools in the system message."""
+    messages, call = template_messages(body.messages, images), template_call(body)
+    if knows_tools(body.chat_template or template):
+        return messages, call
+    messages = written_out(messages)
+    if call["tools"] and tool_use(body, template, tool_parser).written:
+        messages = introduced(messages, call["tools"])
+    return messages, call
 
 
 def _template_kwargs(body: Templated) -> dict[str, Any] | None:
@@ -166,23 +184,3 @@ def _arguments(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         return arguments
     return decoded if isinstance(decoded, dict) else arguments
-
-
-def _tools(body: Templated) -> list[dict[str, Any]] | None:
-    choice, tools = body.tool_choice, body.tools
-    if choice not in (None, "auto", "none"):
-        shown = "a named tool" if isinstance(choice, dict) else repr(shorten(str(choice), 40))
-        raise InvalidRequest(
-            f"tool_choice: {shown} cannot be enforced here; send 'auto' or 'none'", param="tool_choice"
-        )
-    for i, tool in enumerate(tools or ()):
-        _check_tool(tool, f"tools[{i}]")
-    return tools if tools and choice != "none" else None
-
-
-def _check_tool(tool: dict[str, Any], path: str) -> None:
-    if tool.get("type") != "function":
-        raise InvalidRequest(f"{path}.type is not 'function'", param=f"{path}.type")
-    function = tool.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{path}.function.name is missing", param=f"{path}.function.name")

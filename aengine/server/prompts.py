@@ -13,7 +13,7 @@ from typing import cast
 
 from aengine.errors import InvalidRequest
 from aengine.server.facade import Engine, Text
-from aengine.server.messages import template_call, template_messages
+from aengine.server.messages import conversation
 from aengine.server.sampling import check_token_ids
 from aengine.server.schemas import ChatBody, CompletionBody
 from aengine.types import MediaInput
@@ -30,10 +30,10 @@ class Prompt:
     images: Sequence[MediaInput] = ()
 
 
-async def chat_prompt(body: ChatBody, engine: Engine, max_tokens: int | None) -> Prompt:
+async def chat_prompt(body: ChatBody, engine: Engine, max_tokens: int | None, *, tool_parser: str = "auto") -> Prompt:
     """Renders and encodes the messages; raises InvalidRequest."""
     urls = image_list(engine)
-    messages, call = template_messages(body.messages, urls), template_call(body)
+    messages, call = conversation(body, engine.text.chat_template, urls, tool_parser=tool_parser)
     if body.add_special_tokens:  # templates write the special tokens themselves, so this is a wish of its own
         text = await engine.text.render_chat(messages, **call)
         ids = await engine.text.encode(text, add_special_tokens=True)

@@ -13,6 +13,7 @@ from typing import Any
 from aengine.errors import InvalidRequest
 from aengine.server.envelope import shorten
 from aengine.server.schemas import ChatBody, CompletionBody, GenerationBody
+from aengine.server.structured import constraint
 from aengine.types import SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -84,15 +85,6 @@ def renamed(error: InvalidRequest, ours: str, sent: str) -> InvalidRequest:
     return error
 
 
-def refuse_response_format(body: GenerationBody) -> None:
-    kind = None if body.response_format is None else body.response_format.get("type")
-    if body.response_format is not None and kind != "text":
-        shown = shorten(str(kind), 40)
-        raise InvalidRequest(
-            f"response_format: type {shown!r} is not available on this server", param="response_format"
-        )
-
-
 def _candidates(body: CompletionBody) -> int | None:
     """How many answers are made to choose from, or None where all of them are returned."""
     n, best_of = body.n or 1, body.best_of
@@ -106,7 +98,6 @@ def _candidates(body: CompletionBody) -> int | None:
 
 
 def _sampling(body: GenerationBody, vocab_size: int, **values: Any) -> SamplingParams:
-    refuse_response_format(body)
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     for name in _SAME_NAME:
@@ -120,6 +111,8 @@ def _sampling(body: GenerationBody, vocab_size: int, **values: Any) -> SamplingP
             values[name] = tuple(ids)
     if body.logit_bias is not None:
         values["logit_bias"] = _logit_bias(body.logit_bias, vocab_size)
+    if (asked := constraint(body)) is not None:
+        values["grammar"] = asked[1]
     return SamplingParams(**values)
 
 

@@ -26,13 +26,10 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and plain completions have in common."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen, what restricts them, and the request's place in the queue and the cache: common to all
+    generating endpoints, so that none of them can overlook a restriction."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -46,19 +43,33 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     bad_words: str | list[str] | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
-    return_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class GenerationBody(SamplingFields, frozen=True, kw_only=True):
+    """What chat and plain completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class ImageUrl(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +109,7 @@ MessageList = Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
-    """`/v1/chat/completions` and its render."""
+    """`/v1/chat/completions` and its render. `parse_answer` false: tool calls and thoughts stay in the text."""
 
     messages: MessageList
     tools: ToolList | None = None
@@ -108,6 +119,9 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    parse_answer: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -37,6 +38,19 @@ def frame(value: object) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What streams of one API family have in common: the last frame, what is sent in idle times, how an error looks
+    once the headers are out (that frame comes before the last one)."""
+
+    done: bytes
+    keep_alive: bytes
+    failure: Callable[[AengineError], bytes]
+
+
+OPENAI = Dialect(DONE, KEEP_ALIVE, lambda error: frame(error_object(error)))
+
+
 class Frames(Protocol):
     """Makes the frames of one endpoint. Each method returns zero or more whole frames."""
 
@@ -50,7 +64,12 @@ class EventStream:
     """An SSE response. `send` is for one task only; a full socket makes it wait, and nobody else."""
 
     def __init__(
-        self, request: web.Request, opening: Callable[[], bytes], idle_opening: Callable[[], bytes], idle_s: float
+        self,
+        request: web.Request,
+        opening: Callable[[], bytes],
+        idle_opening: Callable[[], bytes],
+        idle_s: float,
+        keep_alive: bytes,
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self.opened = False
@@ -58,6 +77,7 @@ class EventStream:
         self._opening = opening
         self._idle_opening = idle_opening
         self._idle_s = idle_s
+        self._idle = keep_alive
         self._writing = False
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()
@@ -95,19 +115,21 @@ class EventStream:
             while True:
                 idle_s = self._loop.time() - self._last_s
                 if idle_s >= self._idle_s and not self._writing:
-                    await self._write(KEEP_ALIVE if self.opened else self._idle_opening())
+                    await self._write(self._idle if self.opened else self._idle_opening())
                 await asyncio.sleep(self._idle_s - idle_s if idle_s < self._idle_s else self._idle_s)
 
 
-async def stream_job(request: web.Request, job: Job, frames: Frames, idle_s: float) -> web.StreamResponse:
+async def stream_job(
+    request: web.Request, job: Job, frames: Frames, idle_s: float, dialect: Dialect = OPENAI
+) -> web.StreamResponse:
     """Streams a job to its end. Errors before the first frame are raised; later ones become an error frame."""
-    async with EventStream(request, frames.opening, frames.idle_opening, idle_s) as events:
+    async with EventStream(request, frames.opening, frames.idle_opening, idle_s, dialect.keep_alive) as events:
         try:
             async with aclosing(job.deltas()) as deltas:
                 async for delta in deltas:
                     data = frames.delta(delta)
                     if job.done:
-                        data += frames.closing() + DONE
+                        data += frames.closing() + dialect.done
                     if data:
                         await events.send(data)
         except ConnectionError:
@@ -115,13 +137,13 @@ async def stream_job(request: web.Request, job: Job, frames: Frames, idle_s: flo
         except Exception as error:
             if not events.opened:
                 raise
-            await _send_error(events, error, job.head.id)
+            await _send_error(events, error, job.head.id, dialect)
     return events.response
 
 
-async def _send_error(events: EventStream, error: Exception, id: str) -> None:
+async def _send_error(events: EventStream, error: Exception, id: str, dialect: Dialect) -> None:
     if not isinstance(error, AengineError):
         log.exception("request %s failed on an internal fault", id, exc_info=error)
         error = AengineError("internal error; see the server's log")
     with suppress(ConnectionError):
-        await events.send(frame(error_object(error)) + DONE)
+        await events.send(dialect.failure(error) + dialect.done)

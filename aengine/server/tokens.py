@@ -16,7 +16,7 @@ from aengine.server.body import read_body
 from aengine.server.context import CONTEXT
 from aengine.server.envelope import json_response
 from aengine.server.facade import Engine
-from aengine.server.messages import template_call, template_messages
+from aengine.server.messages import conversation
 from aengine.server.prompts import chat_prompt, image_list
 from aengine.server.sampling import chat_sampling, check_token_ids
 from aengine.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
@@ -27,20 +27,20 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     engine = context.ready()
     body = (await read_body(request, TokenizeBody)).value
     context.served_name(body.model)
-    ids = await _token_ids(body, engine)
+    ids = await _token_ids(body, engine, context.config.tool_parser)
     texts = [engine.text.token_text(token) for token in ids] if body.return_token_strs else None
     return json_response(
         {"count": len(ids), "max_model_len": engine.model.max_model_len, "tokens": ids, "token_strs": texts}
     )
 
 
-async def _token_ids(body: TokenizeBody, engine: Engine) -> list[int]:
+async def _token_ids(body: TokenizeBody, engine: Engine, tool_parser: str) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if body.prompt is not None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
         return await engine.text.encode(body.prompt, add_special_tokens=special)
-    messages, call = template_messages(body.messages, image_list(engine)), template_call(body)
+    messages, call = conversation(body, engine.text.chat_template, image_list(engine), tool_parser=tool_parser)
     if body.add_special_tokens:
         return await engine.text.encode(await engine.text.render_chat(messages, **call), add_special_tokens=True)
     return await engine.text.encode_chat(messages, **call)
@@ -76,6 +76,8 @@ async def render(request: web.Request) -> web.StreamResponse:
     engine = context.ready()
     body = (await read_body(request, ChatBody)).value
     model = context.served_name(body.model)
-    prompt = await chat_prompt(body, engine, chat_sampling(body, engine.model.vocab_size).max_tokens)
-    text = await engine.text.render_chat(template_messages(body.messages, image_list(engine)), **template_call(body))
+    parser, max_tokens = context.config.tool_parser, chat_sampling(body, engine.model.vocab_size).max_tokens
+    prompt = await chat_prompt(body, engine, max_tokens, tool_parser=parser)
+    messages, call = conversation(body, engine.text.chat_template, image_list(engine), tool_parser=parser)
+    text = await engine.text.render_chat(messages, **call)
     return json_response({"model": model, "prompt": text, "token_ids": prompt.ids, "count": len(prompt.ids)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from aengine import AsyncEngine, EngineConfig, SchedulerConfig
 from aengine.engine.build import Parts
 from aengine.engine.facts import ModelInfo, StartupReport
+from aengine.engine.grammars import Grammars
 from aengine.engine.images import Images
 from aengine.engine.text import TextProcessor
+from aengine.engine.vocabulary import read_vocabulary
 from aengine.memory import Pool, uniform_plan
 from aengine.metrics import Metrics
 from aengine.prefix_cache import PrefixCache
@@ -48,6 +51,7 @@ class ByteTokenizer:
     bos_id = None
     has_chat_template = True
     chat_template = None
+    response_template = None
     special_ids = frozenset({EOS})
     poison = -1
 
@@ -107,7 +111,9 @@ class Sim:
         model = ModelInfo(("sim",), self.context, VOCAB, (EOS,), True, 0)
         text = TextProcessor(self.tokenizer, max_context=self.context)  # type: ignore[arg-type]
         on_phase("build", 0.0)
-        return Parts(model, text, Images(None), Metrics(model_name="sim"), scheduler, make_runner, StartupReport())
+        grammars = Grammars(partial(read_vocabulary, self.tokenizer, VOCAB))  # type: ignore[arg-type]
+        metrics = Metrics(model_name="sim")
+        return Parts(model, text, Images(None), metrics, grammars, scheduler, make_runner, StartupReport())
 
 
 @pytest.fixture

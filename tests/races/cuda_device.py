@@ -17,8 +17,9 @@ from aengine.runner.cuda.staging import CudaStaging, StagingSet
 from aengine.runner.cuda.step import STAGING_SETS, CudaExecutor
 from aengine.runner.cuda.stream import CudaStream
 from aengine.runner.sim import _UNWRITTEN, SimExecutor
-from aengine.types import Request, StepPlan, StepResult
+from aengine.types import Choices, Request, StepPlan, StepResult
 from tests.races.harness import VOCAB, Episode, Setting, garbled, make_pool
+from tests.races.toy_grammar import ToyMatcher
 from tests.runner.cuda.fake import FakeCuda, FakeStream
 
 
@@ -46,7 +47,7 @@ class HashModel:
         return out
 
     def logits(self, ops, hidden):
-        return (torch.arange(VOCAB, device=hidden.device) - hidden).abs().mul(-1e6)
+        return (torch.arange(VOCAB, device=hidden.device) - hidden - 0.25).abs().mul(-1e6)
 
 
 class HashOps:
@@ -87,6 +88,16 @@ class CudaDevice:
         bad = list(range(len(step.slots))) if fails else bad_rows
         staged, made = self.executor.stage(garbled(step, bad) if bad else step), []
         self._stream.launch(lambda: made.append(self.executor.run(staged)))
+        self._last = made, fails, bad
+        if not len(step.deferred):
+            self._record(step, *self._last)
+
+    def choose(self, step: StepPlan, choices: Choices) -> None:
+        made = self._last[0]
+        self._stream.launch(lambda: made.append(made.pop().choose(choices)))
+        self._record(step, *self._last)
+
+    def _record(self, step: StepPlan, made: list, fails: bool, bad: list[int]) -> None:
         point = self._stream.record()
 
         def result() -> StepResult | None:
@@ -106,7 +117,14 @@ class CudaDevice:
         return self._results.pop(step)()
 
 
+def nearest_allowed(token: int, grammar: ToyMatcher) -> int:
+    """As `HashModel`'s logits have it."""
+    return min(grammar.allowed(), key=lambda other: abs(other - token - 0.25))
+
+
 class CudaEpisode(Episode):
+    pick = staticmethod(nearest_allowed)
+
     def __init__(self, seed: int, setting: Setting, *, graphs: bool = False, **kind: type) -> None:
         super().__init__(seed, setting)
         self.device = CudaDevice(seed, setting, kind, graphs=graphs)

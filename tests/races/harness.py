@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,13 +29,29 @@ from aengine.memory import (
     plan,
 )
 from aengine.prefix_cache import PrefixCache
-from aengine.runner.sim import SimExecutor, SimGroup, sim_token
+from aengine.runner.sim import SimExecutor, SimGroup, allowed_token, sim_token
+from aengine.runner.step import Undecided
 from aengine.scheduler import Scheduler
-from aengine.types import FinishReason, Int32s, Request, SamplingParams, StepOutputs, StepPlan, StepResult, TokenRules
+from aengine.types import (
+    Choices,
+    FinishReason,
+    Int32s,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    StepPlan,
+    StepResult,
+    TokenRules,
+)
+from tests.races.toy_grammar import ToyMatcher
 
 VOCAB = 97
 EOS = 3
 PAGE = 4
+WORDS = -(-VOCAB // 32)
+
+
+Pick = Callable[[int, ToyMatcher], int]
 
 
 class Wrong(AssertionError):
@@ -46,7 +63,7 @@ class Setting:
     """`window`, `chunk` 0: one full-attention group; else one more group with that window or chunk. `state` > 0:
     recurrent state too, its checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens;
     a large page holds `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`,
-    `fail_row`: how often a step breaks, or one row of it."""
+    `fail_row`: how often a step breaks, or one row of it. `structured`: how often a grammar rules the output."""
 
     depth: int = 1
     pages: int = 40
@@ -64,6 +81,7 @@ class Setting:
     abort: float = 0.05
     fail: float = 0.0
     fail_row: float = 0.0
+    structured: float = 0.0
     max_tokens: int = 96
     prefix_caching: bool = True
 
@@ -87,6 +105,24 @@ def oracle(prompt: Int32s, max_tokens: int, stop_ids: tuple[int, ...], seed: int
     return ids[len(prompt) :]
 
 
+def ruled_oracle(
+    prompt: Int32s, max_tokens: int, stop_ids: tuple[int, ...], seed: int, grammar: ToyMatcher, pick: Pick
+):
+    """The same where a grammar rules the output."""
+    ids = prompt.tolist()
+    while len(ids) < len(prompt) + max_tokens and not grammar.ended:
+        ids.append(pick(sim_token(ids, VOCAB, seed), grammar))
+        grammar.accept(ids[-1])
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt) :]
+
+
+def next_allowed(token: int, grammar: ToyMatcher) -> int:
+    """As the simulated device chooses."""
+    return allowed_token(token, grammar.mask(), VOCAB)
+
+
 class OracleDrafter:
     """Guesses rightly with probability `skill` at each token."""
 
@@ -108,22 +144,41 @@ class Device:
 
     def __init__(self, executor: SimExecutor) -> None:
         self.executor = executor
-        self._queue: deque[tuple[StepPlan, bool, list[int]]] = deque()
+        self._queue: deque[Callable[[], None]] = deque()
         self._results: dict[int, StepResult | None] = {}
+        self._undecided: dict[int, Undecided] = {}
 
     def refuse(self, step: StepPlan) -> None:
         """The launch itself failed: the device never hears of the step, nor of what it carried."""
         self._results[step.step] = None
 
     def launch(self, step: StepPlan, *, fails: bool, bad_rows: list[int]) -> None:
-        self._queue.append((self.executor.stage(step), fails, bad_rows))
+        bad = list(range(len(step.slots))) if fails else bad_rows
+        staged = self.executor.stage(garbled(step, bad) if bad else step)
+
+        def run() -> None:
+            done = self.executor.run(staged)
+            if isinstance(done, Undecided):
+                self._undecided[step.step] = done
+            else:
+                self._keep(step, done, fails, bad)
+
+        self._queue.append(run)
+        self._fate = fails, bad
+
+    def choose(self, step: StepPlan, choices: Choices) -> None:
+        fails, bad = self._fate
+
+        def decide() -> None:
+            self._keep(step, self._undecided.pop(step.step).choose(choices), fails, bad)
+
+        self._queue.append(decide)
 
     def run_one(self) -> None:
-        if not self._queue:
-            return
-        step, fails, bad = self._queue.popleft()
-        bad = list(range(len(step.slots))) if fails else bad
-        result = self.executor.run(garbled(step, bad) if bad else step)
+        if self._queue:
+            self._queue.popleft()()
+
+    def _keep(self, step: StepPlan, result: StepResult, fails: bool, bad: list[int]) -> None:
         failed = dict.fromkeys(bad, "planted failure")
         counts = result.counts.copy()
         counts[bad] = 0
@@ -174,6 +229,8 @@ def sim_group(group: GroupPlan, large_pages: int) -> SimGroup:
 
 class Episode:
     """One seeded run. `scheduler_type` and `executor_type` let tests plant faults."""
+
+    pick: Pick = staticmethod(next_allowed)
 
     def __init__(
         self,
@@ -254,8 +311,14 @@ class Episode:
     def submit(self, request: Request) -> None:
         most = request.max_total_tokens - len(request.prompt_ids)
         seed = 0 if request.sampling.greedy else request.seed
-        want = oracle(request.prompt_ids, most, request.rules.stop_ids, seed)
-        self.asked[request.handle] = Asked(request, want)
+        asked = request.prompt_ids, most, request.rules.stop_ids, seed
+        if self.s.structured and self.rng.random() < self.s.structured:
+            kind = self.rng.getrandbits(30)
+            want = ruled_oracle(*asked, ToyMatcher(kind, VOCAB, EOS), self.pick)
+            self.asked[request.handle] = Asked(request, want)
+            self.scheduler.submit(request, ToyMatcher(kind, VOCAB, EOS))
+            return
+        self.asked[request.handle] = Asked(request, oracle(*asked))
         self.scheduler.submit(request)
 
     # ---- the loop of engine/core.py, with chance in place of time
@@ -284,6 +347,8 @@ class Episode:
                         self._commit(in_flight.popleft()[0])
                     continue
                 self.device.launch(step, fails=fails, bad_rows=bad_rows)
+                if len(step.deferred):
+                    self._decide(step, in_flight)
             while self.rng.random() < 0.4:
                 self.device.run_one()
             if len(in_flight) > self.s.depth or (in_flight and step is None):
@@ -300,6 +365,15 @@ class Episode:
             raise Wrong("the episode did not end")
         self._check_end()
         return self
+
+    def _decide(self, step: StepPlan, in_flight: deque[tuple[int, bool]]) -> None:
+        while self.rng.random() < 0.4:
+            self.device.run_one()
+        while len(in_flight) > 1:
+            self._commit(in_flight.popleft()[0])
+        rows, matchers = self.scheduler.decide()
+        masks = [matcher.mask() for matcher in matchers]
+        self.device.choose(step, Choices(rows, np.array(masks, np.int32).reshape(len(masks), WORDS)))
 
     def _maybe_abort(self) -> None:
         if self.rng.random() < self.s.abort and self.asked:

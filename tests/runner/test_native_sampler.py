@@ -10,6 +10,7 @@ import torch
 
 from aengine.config import usable_home
 from aengine.kernels.native import NativeOps, Unavailable, load_native_ops
+from aengine.runner.masks import Masks
 from aengine.runner.native_sampler import NativeSampler
 from aengine.runner.sampler import Sampler
 from aengine.types import SamplingParams, SlotSetup, TokenRules
@@ -67,6 +68,15 @@ def random_logits(rng: np.random.Generator, vocab: int) -> torch.Tensor:
     return logits
 
 
+def random_masks(rng: np.random.Generator, vocab: int) -> Masks:
+    """Of a third of the rows; whole words of ones and zeros, single bits, and bits above the vocabulary."""
+    rows = np.flatnonzero(rng.random(ROWS) < 0.33)
+    bits = rng.integers(-(2**31), 2**31, (len(rows), -(-vocab // 32)), np.int32)
+    bits[rng.random(bits.shape) < 0.3] = -1
+    bits[rng.random(bits.shape) < 0.3] = 0
+    return Masks(rows, bits)
+
+
 @pytest.mark.parametrize(("vocab", "trials"), [(5, 15), (17, 15), (97, 15), (1500, 8), (20000, 3)])
 def test_tokens_failures_and_logprobs_equal_the_torch_samplers(ops: NativeOps, vocab: int, trials: int) -> None:
     rng = np.random.default_rng(vocab)
@@ -83,10 +93,15 @@ def test_tokens_failures_and_logprobs_equal_the_torch_samplers(ops: NativeOps, v
             slots = rng.permutation(ROWS).astype(np.int32)
             positions, logits = np.full(ROWS, position), random_logits(rng, vocab)
             given = logits.clone()
-            got, want = mine.sample(given, slots, positions), theirs.sample(logits.clone(), slots, positions)
+            masks = random_masks(rng, vocab) if position % 2 else None
+            got = mine.sample(given, slots, positions, masks)
+            want = theirs.sample(logits.clone(), slots, positions, masks)
             assert np.array_equal(given.numpy(), logits.numpy(), equal_nan=True), "the logits were changed"
             assert got.failed == want.failed
             assert np.array_equal(got.tokens, want.tokens)
+            for row, bits in [] if masks is None else zip(masks.rows.tolist(), masks.bits, strict=True):
+                token = int(got.tokens[row])
+                assert row in got.failed or bits[token // 32] >> (token % 32) & 1
             assert got.logprobs.keys() == want.logprobs.keys()
             for row, expected in want.logprobs.items():
                 assert np.array_equal(got.logprobs[row].ids, expected.ids)

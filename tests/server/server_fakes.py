@@ -46,6 +46,10 @@ class FakeText:
     """Bytes as tokens; a chat is rendered as `<role>content` lines."""
 
     chat_template = "{{ messages }}{{ tools }}"
+    has_response_template = False
+
+    def response_stream(self, prompt, tools):
+        return None
 
     def __init__(self):
         self.calls = []
@@ -170,6 +174,7 @@ class FakeEngine:
     hold_after: int | None = None
     load_s: float = 0.0
     load_error: Exception | None = None
+    grammar_error: Exception | None = None
     cached_tokens: int = 3
     phase: str = "ready"
     model: FakeModel = field(default_factory=FakeModel)
@@ -198,6 +203,11 @@ class FakeEngine:
 
     async def read_images(self, sources):
         return [MediaInput(source.encode(), 4, {}) for source in sources]
+
+    async def prepare(self, sampling):
+        error = self.grammar_error if sampling.grammar is not None else None
+        if error is not None:
+            raise error
 
     def submit(self, prompt_ids, sampling, *, request_id, priority=0, cache_salt="", adapter="", images=()):
         error = self.refuses.pop(0) if self.refuses else None

@@ -130,7 +130,8 @@ async def test_template_fields(serve, chat_body):
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
         ({"tools": [{"type": "web"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
-        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+        ({"tool_choice": "always", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ],
 )

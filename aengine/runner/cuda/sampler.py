@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aengine.runner.logprobs import logprob_tensors
+from aengine.runner.masks import Masks, disallowed
 from aengine.runner.noise import LEAST_TEMPERATURE, TokenNoise
 from aengine.runner.slots import OFF, SlotTable
 from aengine.runner.support import Cuts, min_p_floors
@@ -88,12 +89,19 @@ class DeviceSampler:
         self.slots.setup(setup)
         self._chooser.setup(setup)
 
-    def draw(self, logits: Tensor, slots: Int32s, positions: Int64s) -> Drawn:
-        """logits fp32 [N, V] (used up), slots [N], positions [N] of the sampled tokens."""
+    def draw(self, logits: Tensor, slots: Int32s, positions: Int64s, masks: Masks | None = None) -> Drawn:
+        """logits fp32 [N, V] (used up), slots [N], positions [N] of the sampled tokens; `masks` of some of them."""
         wanted = np.flatnonzero(self.slots.logprobs[slots] != OFF)
         raw = take_rows(logits, wanted, self._upload) if wanted.size else None
-        ruled = np.flatnonzero(self.slots.ruled(slots, positions))
-        before = self._apply_rules(logits, slots, positions, ruled) if ruled.size else None
+        by_rule = self.slots.ruled(slots, positions)
+        shaped = by_rule.copy()
+        if masks is not None:
+            shaped[masks.rows] = True
+        ruled = np.flatnonzero(shaped)
+        before = _faults(logits.index_select(0, self._upload(ruled)).amax(-1)) if ruled.size else None
+        if masks is not None and len(masks.rows):
+            self._apply_masks(logits, masks)
+        self._apply_rules(logits, slots, positions, np.flatnonzero(by_rule))
         tokens, faults = self._chooser.choose(logits, slots, positions)
         if before is not None:
             faults = self._with_rules(faults, ruled, before)
@@ -105,16 +113,20 @@ class DeviceSampler:
         logprobs = () if raw is None else self._logprobs(raw, wanted, slots, tokens)
         return Drawn(tokens, faults, logprobs)
 
-    def _apply_rules(self, logits: Tensor, slots: Int32s, positions: Int64s, ruled: NDArray[np.int64]) -> Tensor:
-        """Shape the logits of ruled rows in place -> their faults before that, which masks may hide."""
-        before = _faults(logits.index_select(0, self._upload(ruled)).amax(-1))
+    def _apply_masks(self, logits: Tensor, masks: Masks) -> None:
+        rows = self._upload(masks.rows)
+        gone = disallowed(self._upload(masks.bits), logits.shape[1])
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(gone, float("-inf")))
+
+    def _apply_rules(self, logits: Tensor, slots: Int32s, positions: Int64s, ruled: NDArray[np.int64]) -> None:
+        """Shape the logits of ruled rows in place."""
         for row in ruled.tolist():
             rules = self.slots.rules[slots[row]]
             assert rules is not None, f"slot {slots[row]} is ruled but has no rules"
             rules.apply(logits[row], int(positions[row]))
-        return before
 
     def _with_rules(self, faults: Tensor, ruled: NDArray[np.int64], before: Tensor) -> Tensor:
+        """`before`: the faults of `ruled` rows before their logits were shaped, which masks may hide."""
         at = self._upload(ruled)
         after = faults.index_select(0, at)
         told = torch.where(before > SOUND, before, torch.where(after == MASKED, RULED_OUT, after))

@@ -13,7 +13,8 @@ A faulty row fails alone, by a code that comes back with the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,12 +27,14 @@ from aengine.runner.batch import SamplePoints, Tokens, lay_out, sample_points
 from aengine.runner.cuda.api import Event
 from aengine.runner.cuda.graphs import DecodeGraphs, Progress
 from aengine.runner.cuda.outcome import Collected, Outputs, PlanFacts, ScoredPrompt
-from aengine.runner.cuda.sampler import NO_TOKEN, SOUND, DeviceSampler, Drawn, MakeChooser
+from aengine.runner.cuda.sampler import NO_TOKEN, SOUND, DeviceSampler, Drawn, MakeChooser, take_rows
 from aengine.runner.cuda.staging import CudaStaging, StagingSet
 from aengine.runner.cuda.stream import CudaStream
+from aengine.runner.masks import Masks, masks_of
 from aengine.runner.media import SlotMedia
 from aengine.runner.slot_state import POISON, SlotState
-from aengine.types import Int32s, Int64s, PageMove, StepPlan
+from aengine.runner.step import Undecided
+from aengine.types import Choices, Int32s, Int64s, PageMove, StepPlan
 
 # 256 x 128,256 x 4 B = 131 MB of logits, and about four times that while random rows are drawn.
 LOGIT_ROWS = 256
@@ -49,6 +52,16 @@ class Staged:
     tokens: Tokens
     points: SamplePoints
     failed: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sampling:
+    """What of a step was sampled so far, and logits that wait: by points. `missing`: see `_forward`."""
+
+    drawn: list[tuple[Int64s, Drawn]] = field(default_factory=list)
+    kept: list[tuple[Int64s, Tensor]] = field(default_factory=list)
+    missing: Tensor | None = None
+    prompts: tuple[ScoredPrompt, ...] = ()
 
 
 class CudaExecutor:
@@ -126,19 +139,41 @@ class CudaExecutor:
         return failed
 
     @torch.inference_mode()
-    def run(self, staged: Staged) -> Collected:
-        compute, copy = self._stream.compute, self._stream.copy
-        try:
-            began = compute.record(timed=True)
+    def run(self, staged: Staged) -> Collected | Undecided:
+        with self._giving_back(staged):
+            began = self._stream.compute.record(timed=True)
             self.state.apply(staged.plan)
-            outputs = self._compute(staged)
-            ended = compute.record(timed=True)
-            return self._bring_back(staged, outputs, began, ended)
+            sampling = self._compute(staged)
+            if len(staged.plan.deferred):
+                return Undecided(partial(self._decide, staged, sampling, began))
+            return self._end(staged, sampling, began)
+
+    @torch.inference_mode()
+    def _decide(self, staged: Staged, sampling: _Sampling, began: Event, choices: Choices) -> Collected:
+        with self._giving_back(staged):
+            self._upload.current = staged.set
+            points = staged.points
+            for at, logits in sampling.kept:
+                rows = points.rows[at]
+                mine = np.isin(choices.rows, rows)
+                masks = masks_of(Choices(choices.rows[mine], choices.masks[mine]), rows)
+                sampling.drawn.append((at, self._draw(staged, logits, at, masks)))
+            return self._end(staged, sampling, began)
+
+    @contextmanager
+    def _giving_back(self, staged: Staged) -> Iterator[None]:
+        """When enqueuing fails, the step's staging set is free once what was enqueued has run."""
+        try:
+            yield
         except BaseException:
-            copy.wait(compute.record())
-            staged.set.guard = copy.record()
+            self._stream.copy.wait(self._stream.compute.record())
+            staged.set.guard = self._stream.copy.record()
             self._upload.give(staged.set)
             raise
+
+    def _end(self, staged: Staged, sampling: _Sampling, began: Event) -> Collected:
+        outputs = self._settle(staged, sampling) if len(staged.plan.slots) else Outputs(None)
+        return self._bring_back(staged, outputs, began, self._stream.compute.record(timed=True))
 
     def _bring_back(self, staged: Staged, outputs: Outputs, began: Event, ended: Event) -> Collected:
         """Enqueue the copies to the host, which are behind the whole step."""
@@ -153,27 +188,24 @@ class CudaExecutor:
         give_back = partial(self._upload.give, staged.set)
         return Collected(facts, staged.failed, made, (began, ended), give_back, keep=outputs)
 
-    def _compute(self, staged: Staged) -> Outputs:
+    def _compute(self, staged: Staged) -> _Sampling:
         plan = staged.plan
         if plan.media:
             self._place_media(staged)
         if not len(plan.slots):  # a step that only moves pages
-            return Outputs(None)
+            return _Sampling()
         rows = len(plan.slots)
-        graphs, missing = self._graphs, None
+        graphs, sampling = self._graphs, _Sampling()
         if graphs is not None and graphs.fits(rows) and self._is_decode(staged):
             logits, without_token = graphs.replay(self._decode_block(staged, graphs), plan.starts.tolist())
-            prompts: tuple[ScoredPrompt, ...] = ()
-            parts = [self._draw(staged, logits[:rows], slice(0, rows))]
-            missing = without_token[:rows]
+            sampling.missing = without_token[:rows]
+            self._draw_free(staged, logits[:rows], slice(0, rows), sampling)
         else:
-            hidden, missing = self._forward(staged)
-            prompts = self._score_prompts(staged, hidden)
-            parts = [
-                self._draw(staged, self._logits(staged, hidden, part), part)
-                for part in _parts(len(staged.points.rows), LOGIT_ROWS)
-            ]
-        return self._settle(staged, parts, missing, prompts)
+            hidden, sampling.missing = self._forward(staged)
+            sampling.prompts = self._score_prompts(staged, hidden)
+            for part in _parts(len(staged.points.rows), LOGIT_ROWS):
+                self._draw_free(staged, self._logits(staged, hidden, part), part, sampling)
+        return sampling
 
     def _is_decode(self, staged: Staged) -> bool:
         plan = staged.plan
@@ -234,10 +266,22 @@ class CudaExecutor:
             hidden = hidden.index_select(0, self._upload(at))
         return self._model.logits(self._ops, hidden)
 
-    def _draw(self, staged: Staged, logits: Tensor, part: slice) -> Drawn:
+    def _draw_free(self, staged: Staged, logits: Tensor, part: slice, sampling: _Sampling) -> None:
+        """Draw the points of a part that wait for nothing; keep the logits of the others."""
+        points = np.arange(part.start, part.stop)
+        waits = np.isin(staged.points.rows[part], staged.plan.deferred)
+        if not waits.any():
+            sampling.drawn.append((points, self._draw(staged, logits, points)))
+            return
+        sampling.kept.append((points[waits], take_rows(logits, np.flatnonzero(waits), self._upload)))
+        if not waits.all():
+            free = take_rows(logits, np.flatnonzero(~waits), self._upload)
+            sampling.drawn.append((points[~waits], self._draw(staged, free, points[~waits])))
+
+    def _draw(self, staged: Staged, logits: Tensor, at: Int64s, masks: Masks | None = None) -> Drawn:
         points = staged.points
-        slots: Int32s = staged.plan.slots[points.rows[part]]  # type: ignore[assignment]  # int64 by the stubs
-        return self.sampler.draw(logits, slots, staged.tokens.positions[points.tokens[part]] + 1)
+        slots: Int32s = staged.plan.slots[points.rows[at]]  # type: ignore[assignment]  # int64 by the stubs
+        return self.sampler.draw(logits, slots, staged.tokens.positions[points.tokens[at]] + 1, masks)
 
     def _score_prompts(self, staged: Staged, hidden: Tensor) -> tuple[ScoredPrompt, ...]:
         scored = []
@@ -255,15 +299,12 @@ class CudaExecutor:
 
     # ---- what the sampled tokens change
 
-    def _settle(
-        self, staged: Staged, parts: Sequence[Drawn], missing: Tensor | None, prompts: tuple[ScoredPrompt, ...]
-    ) -> Outputs:
-        points, plan = staged.points, staged.plan
-        if not parts:
+    def _settle(self, staged: Staged, sampling: _Sampling) -> Outputs:
+        points, plan, missing = staged.points, staged.plan, sampling.missing
+        if not sampling.drawn:
             self._poison(staged)
-            return Outputs(None, prompts=prompts)
-        tokens = parts[0].tokens if len(parts) == 1 else torch.cat([part.tokens for part in parts])
-        faults = parts[0].faults if len(parts) == 1 else torch.cat([part.faults for part in parts])
+            return Outputs(None, prompts=sampling.prompts)
+        tokens, faults = self._in_order(sampling.drawn)
         if missing is not None:
             faults = self._with_missing(staged, faults, missing)
         if (plan.samples <= 1).all():
@@ -273,10 +314,19 @@ class CudaExecutor:
         value = torch.where(wrong > SOUND, POISON, last).int()
         self.state.relay.index_copy_(0, self._upload(plan.slots[rows].astype(np.int64)), value)
         self._poison(staged)
-        logprobs = [
-            (part * LOGIT_ROWS + at, tensors) for part, drawn in enumerate(parts) for at, tensors in drawn.logprobs
-        ]
-        return Outputs(torch.stack((tokens.int(), faults)), logprobs=tuple(logprobs), prompts=prompts)
+        logprobs = [(at[some], tensors) for at, drawn in sampling.drawn for some, tensors in drawn.logprobs]
+        return Outputs(torch.stack((tokens.int(), faults)), logprobs=tuple(logprobs), prompts=sampling.prompts)
+
+    def _in_order(self, drawn: Sequence[tuple[Int64s, Drawn]]) -> tuple[Tensor, Tensor]:
+        """(tokens, faults) of all points."""
+        if len(drawn) == 1:
+            return drawn[0][1].tokens, drawn[0][1].faults
+        tokens, faults = (torch.cat(parts) for parts in zip(*((d.tokens, d.faults) for _, d in drawn), strict=True))
+        points = np.concatenate([at for at, _ in drawn])
+        if (points[1:] > points[:-1]).all():
+            return tokens, faults
+        order = self._upload(np.argsort(points))
+        return tokens.index_select(0, order), faults.index_select(0, order)
 
     def _poison(self, staged: Staged) -> None:
         """Rows that the host knows to have failed have no last token."""

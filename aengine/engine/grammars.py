@@ -1,0 +1,242 @@
+"""Grammars: from what a client wrote to matchers and masks.
+
+Owns: compiling off the loop, the cache of compiled grammars, the limits of both, the thread that makes masks.
+Does not know: tokens' meaning, scheduling, HTTP.
+Invariants: the loop never compiles and never makes a mask. What a grammar may cost is bounded: its length, its size
+once compiled, the seconds until it is refused, the work of one mask. A matcher is used by one thread at a time: the
+core waits for masks. Compiled grammars are never advanced, only copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from aengine.engine.schema_place import place_of
+from aengine.errors import GrammarTooComplex, InvalidGrammar, InvalidRequest
+from aengine.types import Grammar, Int32s
+
+MAX_SOURCE_CHARS = 256 * 1024  # an enum of 20,000 strings; it takes a quarter of a second to compile
+MAX_CHOICES = 16_384
+COMPILE_S = 2.0
+CACHED = 64
+COMPILE_THREADS = 2
+MASK_THREADS = 2  # beside the thread that waits for them; 100 masks take about 2 ms on one
+# One mask: at most about 15 ms of lexing and 3 ms of parsing. A lexer state takes up to 2 kB.
+_MAX_LEXER_STATES, _STEP_LEXER_FUEL, _STEP_MAX_ITEMS = 50_000, 200_000, 50_000
+# As json.dumps writes it. Free white space would let a weak model go on with it for ever.
+_JSON_FORM: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_ENDS = ("NoExtension", "NoExtensionBias", "EndOfSentence")
+
+
+class GrammarMatcher:
+    """The `Matcher` of the scheduler on llguidance."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    @property
+    def ended(self) -> bool:
+        return self.matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        if not self.matcher.is_stopped() or self.matcher.stop_reason() in _ENDS:
+            return None
+        return f"the grammar could not be followed: {self.matcher.get_error() or self.matcher.stop_reason()}"[:500]
+
+    def accept(self, token: int) -> None:
+        self.matcher.consume_token(token)
+
+    def forced(self) -> Sequence[int]:
+        return self.matcher.compute_ff_tokens()
+
+
+class Grammars:
+    """`vocabulary` makes the model's vocabulary; it is called once, in a thread, when first needed."""
+
+    def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
+        self._read_vocabulary = vocabulary
+        self._vocabulary: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiling: dict[bytes, asyncio.Future[LLMatcher]] = {}
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="aengine-grammar")
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="aengine-masks")
+        self._executor = LLExecutor(MASK_THREADS)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._mask_thread.shutdown(wait=False, cancel_futures=True)
+
+    # ---- compiling
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Compile `grammar` unless it is in the cache, where it is the last to be dropped. Raises InvalidGrammar or
+        GrammarTooComplex."""
+        digest = _digest(grammar)
+        if digest in self._compiled:
+            self._compiled.move_to_end(digest)
+            return
+        _check_size(grammar)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, self._ready)
+        if digest not in self._compiling:
+            future = loop.run_in_executor(self._threads, self._compile, grammar)
+            self._compiling[digest] = future
+            future.add_done_callback(lambda done: self._keep(digest, done))
+        try:
+            compiled = await asyncio.wait_for(asyncio.shield(self._compiling[digest]), COMPILE_S)
+        except TimeoutError:
+            raise GrammarTooComplex(f"the grammar took more than {COMPILE_S:g} s to compile", param="grammar") from None
+        self._store(digest, compiled)
+
+    def _keep(self, digest: bytes, done: asyncio.Future[LLMatcher]) -> None:
+        del self._compiling[digest]
+        if not done.cancelled() and done.exception() is None:
+            self._store(digest, done.result())
+
+    def _store(self, digest: bytes, compiled: LLMatcher) -> None:
+        self._compiled[digest] = compiled
+        self._compiled.move_to_end(digest)
+        while len(self._compiled) > CACHED:
+            self._compiled.popitem(last=False)
+
+    def _ready(self) -> LLTokenizer:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+            return self._vocabulary
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        source = _translated(grammar)
+        matcher = self._matcher(source)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first one is the dearest
+        if matcher.is_error():
+            raise self._refusal(grammar, matcher.get_error())
+        return matcher
+
+    def _matcher(self, source: str) -> LLMatcher:
+        limits = LLParserLimits(
+            step_lexer_fuel=_STEP_LEXER_FUEL,
+            step_max_items=_STEP_MAX_ITEMS,
+            max_lexer_states=_MAX_LEXER_STATES,
+            verbose_errors=False,
+        )
+        return LLMatcher(self._ready(), source, log_level=0, limits=limits)
+
+    def _refusal(self, grammar: Grammar, message: str) -> InvalidRequest:
+        first = _shown(message)
+        if "too big" in message or "too complex" in message or "too large" in message or "limit" in message:
+            return GrammarTooComplex(f"the grammar is too complex: {first}", param="grammar")
+        place = ""
+        if grammar.kind == "json_schema":
+            place = place_of(json.loads(grammar.source), message, self._schema_error)
+        return InvalidGrammar(f"{place}: {first}" if place else first, param="grammar", place=place)
+
+    def _schema_error(self, schema: Any) -> str:
+        return self._matcher(_schema_grammar(json.dumps(schema))).get_error()
+
+    # ---- following
+
+    def matchers(self, grammar: Grammar, count: int) -> list[GrammarMatcher]:
+        """`count` matchers of a grammar that was prepared."""
+        compiled = self._compiled.get(_digest(grammar))
+        if compiled is None:
+            raise InvalidRequest("the grammar was not prepared: await engine.prepare(sampling) first", param="grammar")
+        return [GrammarMatcher(compiled.deep_copy()) for _ in range(count)]
+
+    async def make_masks(self, matchers: Sequence[Any]) -> Int32s:
+        """int32 [n, W] as in `Choices`, of n GrammarMatchers."""
+        return await asyncio.get_running_loop().run_in_executor(self._mask_thread, self._fill, matchers)
+
+    def _fill(self, matchers: Sequence[GrammarMatcher]) -> Int32s:
+        masks = np.zeros((len(matchers), -(-self._ready().vocab_size // 32)), np.int32)
+        fill_next_token_bitmask_par(self._executor, [(one.matcher, i) for i, one in enumerate(matchers)], masks)
+        return masks
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
+
+
+def _check_size(grammar: Grammar) -> None:
+    if len(grammar.source) > MAX_SOURCE_CHARS:
+        raise GrammarTooComplex(
+            f"the grammar has {len(grammar.source):,} characters; at most {MAX_SOURCE_CHARS:,} are accepted",
+            param="grammar",
+        )
+
+
+def _translated(grammar: Grammar) -> str:
+    """As llguidance reads it. Raises InvalidGrammar."""
+    match grammar.kind:
+        case "json_object":
+            return _schema_grammar('{"type": "object"}')
+        case "json_schema":
+            _check_json(grammar.source)
+            return _schema_grammar(grammar.source)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.source)
+        case "choice":
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, _choices(grammar.source))))
+        case "lark":
+            return LLMatcher.grammar_from_lark(_as_lark(grammar.source))
+    raise InvalidGrammar(f"no grammar is of kind {grammar.kind[:40]!r}", param="grammar")
+
+
+def _check_json(source: str) -> None:
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidGrammar(f"the schema is not JSON that can be read: {error}"[:300], param="grammar") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidGrammar("the schema is neither a JSON object nor true or false", param="grammar")
+
+
+def _schema_grammar(source: str) -> str:
+    try:
+        return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_FORM)
+    except ValueError as error:
+        raise InvalidGrammar(f"the schema cannot be read: {_shown(str(error))}", param="grammar") from None
+
+
+def _as_lark(source: str) -> str:
+    """llama.cpp's GBNF is translated."""
+    try:
+        return any_to_lark(source)
+    except Exception as error:  # the translator raises what its parser happens to
+        raise InvalidGrammar(f"the grammar cannot be read: {_shown(str(error))}", param="grammar") from None
+
+
+def _choices(source: str) -> list[str]:
+    choices = json.loads(source)
+    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
+        raise InvalidGrammar("choice is not a list of at least one text that is not empty", param="grammar")
+    if len(choices) > MAX_CHOICES:
+        raise GrammarTooComplex(f"{len(choices):,} choices; at most {MAX_CHOICES:,} are accepted", param="grammar")
+    return choices
+
+
+def _shown(message: str) -> str:
+    """One line of what the library says, at most 300 characters."""
+    return " ".join(message.split())[:300]
