@@ -100,7 +100,7 @@ class SchedulerConfig:
     max_batched_tokens: int = _setting(512, "token budget of one step")
     max_waiting: int = _setting(1024, "size of the waiting room; beyond it a request is refused with 429")
     step_ms: float | None = _setting(
-        None, "milliseconds a step may take while rows decode; 0: as long as it takes; unset: 80 on the CPU, else 0"
+        None, "milliseconds a step may take while rows decode; 0: as long as it takes; unset: 100 on the CPU, else 0"
     )
     depth: int = _setting(1, "steps in flight while the next is planned: 0 synchronous, 1 overlapped, 2 experiment")
 

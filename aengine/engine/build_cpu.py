@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aengine.kernels.ops import Model, Ops
 
 
-STEP_MS = 80.0  # at full speed a long prompt would hold everybody's next token for seconds
+STEP_MS = 100.0  # at full speed a long prompt would hold everybody's next token for seconds
 
 
 def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:

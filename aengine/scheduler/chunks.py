@@ -13,10 +13,10 @@ from collections.abc import Sequence
 def share_budget(remaining: Sequence[int], budget: int, page_tokens: int) -> list[int]:
     """Chunk sizes for prompts with `remaining` tokens each, given oldest first.
 
-    The oldest is guaranteed half of the budget, so that it cannot starve; the rest goes to the shortest first, which
-    minimises the mean time to first token and keeps a short prompt from waiting behind a long one; what they leave
-    goes back to the oldest. A chunk that does not end its prompt is cut to whole pages, because only full pages can be
-    shared (the caller starts on page borders, save after a hit or a tiny budget).
+    The oldest is guaranteed half of the budget, so that it cannot starve; the rest goes to those with least to go,
+    the oldest among them: that minimises the mean time to first token, lets a short prompt pass a long one, and keeps
+    prompts of one length from delaying each other. A chunk that does not end its prompt is cut to whole pages, because
+    only full pages can be shared (the caller starts on page borders, save after a hit or a tiny budget).
     """
     shares = [0] * len(remaining)
     if not remaining or budget <= 0:
@@ -24,10 +24,11 @@ def share_budget(remaining: Sequence[int], budget: int, page_tokens: int) -> lis
     left = budget
     shares[0] = min(remaining[0], _half(budget, page_tokens) if len(remaining) > 1 else budget)
     left -= shares[0]
-    for i in sorted(range(1, len(remaining)), key=lambda i: (remaining[i], i)):
-        shares[i] = min(remaining[i], left)
-        left -= shares[i]
-    shares[0] += min(left, remaining[0] - shares[0])
+    owed = [remaining[0] - shares[0], *remaining[1:]]
+    for i in sorted(range(len(remaining)), key=lambda i: (owed[i], i)):
+        given = min(owed[i], left)
+        shares[i] += given
+        left -= given
     return [_whole_pages(share, left, page_tokens) for share, left in zip(shares, remaining, strict=True)]
 
 

@@ -6,20 +6,24 @@ Invariants: the same calls give the same budgets; a budget is whole pages and at
 of the time, however slow decode rows alone are. Tokens do not depend on budgets.
 
     seconds = step + row * decode rows + token * prompt tokens
+
+The three costs are one estimate (a Kalman filter), to which every step adds what it shows: while prompts come without
+a pause there are no steps of decode rows alone, and yet their number changes.
 """
 
 from __future__ import annotations
 
 from aengine.types import StepPlan
 
-MEMORY = 0.95  # weight of what is known when another decode-only step is measured: about twenty steps count
-TOKEN_MEMORY = 0.8  # the same for steps with prompt tokens, whose cost moves with the length of the context
+DOUBT = 8.0, 2.0, 2.0  # how wrong the first guess may be, that a step, a row and a token cost the same
+NOISE = 0.1  # of a step's time that differs from step to step
+DRIFT = 0.02, 0.02, 0.05  # of each cost by which it changes a step: a token's moves with the context's length
+DRIFT_MAX = 0.3  # of each cost, beyond which what was learnt of it long ago is doubted no more
+LEAST = 0.1  # of a step's time; a cost may drift by DRIFT of this at least, or none would rise from zero again
 OUTLIER = 3.0  # a step counts as at most so many times what was expected: others use the machine too
 SHARE = 0.25  # of the time of decode rows that prompts get at least
 PROBE_PAGES = 4  # the budget while nothing is known of prompt tokens, and the least while nothing is of decode rows
-LEAST_PART = 0.05  # of a step's time that its prompt tokens are taken to cost at least: nothing is free
 SECONDS_MIN = 1e-6  # no device is faster, and no cost may vanish
-SPREAD_MIN = 0.25  # variance of row counts (rows squared) below which they say nothing about the cost of a row
 
 
 class Pacer:
@@ -28,65 +32,65 @@ class Pacer:
     def __init__(self, target_s: float, page_tokens: int) -> None:
         self.target_s = target_s
         self._page = page_tokens
-        # Decode-only steps: weight, and weighted means, of rows and seconds; and their second moments.
-        self._steps = 0.0
-        self._rows = self._seconds = 0.0
-        self._rows_rows = self._rows_seconds = 0.0
-        # Steps with prompt tokens: decayed sums.
-        self._tokens = self._tokens_seconds = 0.0
+        self._costs = [0.0, 0.0, 0.0]  # of a step, a row, a token
+        self._spread: list[list[float]] = []  # their covariance
+        self._rows_seen = self._tokens_seen = False
 
     def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """A step with `decodes` decode positions and `prompt_tokens` others took `seconds`."""
-        if seconds <= 0.0:  # not measured
+        if seconds <= 0.0 or not (decodes or prompt_tokens):  # not measured, or nothing that is paced
             return
         seconds = max(seconds, SECONDS_MIN)
-        if prompt_tokens:
-            self._observe_prompt(prompt_tokens, seconds, self.decode_s(decodes))
-        elif decodes:
-            self._observe_decodes(decodes, seconds)
+        sizes = (1.0, float(decodes), float(prompt_tokens))
+        if not self._spread:
+            unit = seconds / sum(sizes)
+            self._costs = [unit] * 3
+            self._spread = [[(DOUBT[i] * unit) ** 2 if i == j else 0.0 for j in range(3)] for i in range(3)]
+        elif (self._rows_seen or not decodes) and (self._tokens_seen or not prompt_tokens):
+            seconds = min(seconds, max(OUTLIER * self._expected(sizes), SECONDS_MIN))
+        self._rows_seen |= decodes > 0
+        self._tokens_seen |= prompt_tokens > 0
+        self._drift(sizes, seconds)
+        self._learn(sizes, seconds)
 
-    def _observe_decodes(self, decodes: int, seconds: float) -> None:
-        if self._steps:
-            seconds = min(seconds, OUTLIER * self.decode_s(decodes))
-        self._steps = MEMORY * self._steps + 1.0
-        gain = 1.0 / self._steps
-        rows_off, seconds_off = decodes - self._rows, seconds - self._seconds
-        self._rows += gain * rows_off
-        self._seconds += gain * seconds_off
-        self._rows_rows += gain * ((1.0 - gain) * rows_off * rows_off - self._rows_rows)
-        self._rows_seconds += gain * ((1.0 - gain) * rows_off * seconds_off - self._rows_seconds)
+    def _expected(self, sizes: tuple[float, ...]) -> float:
+        return sum(cost * size for cost, size in zip(self._costs, sizes, strict=True))
 
-    def _observe_prompt(self, tokens: int, seconds: float, decode_s: float) -> None:
-        spent = max(seconds - decode_s, LEAST_PART * seconds)
-        if self._tokens:
-            spent = min(spent, OUTLIER * self.token_s * tokens)
-        self._tokens = TOKEN_MEMORY * self._tokens + tokens
-        self._tokens_seconds = TOKEN_MEMORY * self._tokens_seconds + spent
+    def _drift(self, sizes: tuple[float, ...], seconds: float) -> None:
+        """Costs that the step shows may have changed since the last."""
+        for i, (cost, size) in enumerate(zip(self._costs, sizes, strict=True)):
+            if size:
+                unit = max(cost, LEAST * seconds / size)
+                if self._spread[i][i] < (DRIFT_MAX * unit) ** 2:
+                    self._spread[i][i] += (DRIFT[i] * unit) ** 2
+
+    def _learn(self, sizes: tuple[float, ...], seconds: float) -> None:
+        spread = self._spread
+        toward = [sum(a * size for a, size in zip(row, sizes, strict=True)) for row in spread]
+        total = sum(a * size for a, size in zip(toward, sizes, strict=True)) + (NOISE * seconds) ** 2
+        off = (seconds - self._expected(sizes)) / total
+        self._costs = [max(cost + off * a, 0.0) for cost, a in zip(self._costs, toward, strict=True)]
+        self._spread = [[spread[i][j] - toward[i] * toward[j] / total for j in range(3)] for i in range(3)]
 
     @property
     def token_s(self) -> float:
         """Seconds that one prompt token adds to a step; 0.0 while unknown."""
-        return self._tokens_seconds / self._tokens if self._tokens else 0.0
+        return self._costs[2] if self._tokens_seen else 0.0
 
     def decode_s(self, decodes: int) -> float:
         """Seconds of a step of so many decode rows alone; 0.0 while unknown."""
-        if not self._steps:
-            return 0.0
-        row_s = 0.0
-        if self._rows_rows > SPREAD_MIN:
-            row_s = min(max(self._rows_seconds / self._rows_rows, 0.0), self._seconds / self._rows)
-        return max(self._seconds + row_s * (decodes - self._rows), 0.0)
+        return self._expected((1.0, float(decodes), 0.0)) if self._rows_seen else 0.0
 
     def prompt_tokens(self, decodes: int) -> int | None:
         """The most prompt tokens that the next step should take beside `decodes` rows; None: as many as there are."""
         if not decodes:
             return None
-        if not self._tokens:
+        if not self._tokens_seen:
             return PROBE_PAGES * self._page
         decode_s = self.decode_s(decodes)
         room_s = max(self.target_s - decode_s, SHARE * decode_s)
-        pages = int(min(room_s / self.token_s, 2.0**30)) // self._page
-        return max(1 if self._steps else PROBE_PAGES, pages) * self._page
+        pages = int(min(room_s / max(self.token_s, SECONDS_MIN / self._page), 2.0**30)) // self._page
+        return max(1 if self._rows_seen else PROBE_PAGES, pages) * self._page
 
 
 def observe(pacer: Pacer, plan: StepPlan, seconds: float) -> None:

@@ -25,7 +25,11 @@ def test_at_most_a_page_per_prompt_is_left_over(remaining: list[int], budget: in
 
 
 def test_unfinished_chunks_are_whole_pages() -> None:
-    assert share_budget([1000, 1000], 100, 16) == [48, 48]
+    assert share_budget([1000, 900], 100, 16) == [48, 48]
+
+
+def test_prompts_of_one_length_do_not_delay_each_other() -> None:
+    assert share_budget([1000, 1000, 1000], 256, 16) == [256, 0, 0]
 
 
 def test_a_short_prompt_passes_a_long_one() -> None:
@@ -37,4 +41,4 @@ def test_the_oldest_gets_what_others_leave() -> None:
 
 
 def test_a_budget_below_a_page_still_moves() -> None:
-    assert share_budget([100, 100], 5, 16) == [2, 3]
+    assert share_budget([100, 100], 5, 16) == [5, 0]

@@ -56,6 +56,17 @@ def test_prompts_keep_a_share_when_decode_rows_alone_are_too_slow() -> None:
     assert budget * PROFILE.per_token_s >= SHARE * PROFILE.step_s(8, 8, 0) - PAGE * PROFILE.per_token_s
 
 
+def test_what_rows_cost_is_learnt_beside_prompts() -> None:
+    """Two rows say nothing about sixteen, and there may never be a step of sixteen rows without prompts."""
+    pacer = Pacer(0.05, PAGE)
+    pacer.observe(2, 0, PROFILE.step_s(2, 2, 0))
+    for rows in range(2, 17):
+        tokens = pacer.prompt_tokens(rows)
+        assert tokens is not None
+        pacer.observe(rows, tokens, PROFILE.step_s(rows, rows + tokens, 0))
+    assert pacer.decode_s(16) == pytest.approx(PROFILE.step_s(16, 16, 0), rel=0.1)
+
+
 def test_a_slower_device_is_noticed_and_one_slow_step_forgiven() -> None:
     pacer = taught()
     before = pacer.prompt_tokens(8)

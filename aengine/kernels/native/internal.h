@@ -19,10 +19,13 @@ ae_pool *ae_pool_create(int threads);
 void ae_pool_destroy(ae_pool *);
 int ae_pool_threads(const ae_pool *);
 
-/* Run all parts and return when the last has ended. parts <= AE_MAX_THREADS. One caller at a time (see context.c). */
+/* Run all parts and return when the last has ended. One caller at a time (see context.c). */
 void ae_pool_run(ae_pool *, ae_task, void *arg, int parts);
 
-/* A buffer of at least `bytes`, 64-byte aligned, private to part `part`; content is not kept. NULL: no memory.
+/* The number of the thread that runs the part that asks, below ae_pool_threads: 0 is the caller of ae_pool_run. */
+int ae_pool_thread(void);
+
+/* A buffer of at least `bytes`, 64-byte aligned, private to slot `part` (a part, or a thread); content is not kept. NULL: no memory.
  * The shared slots are for the caller of ae_pool_run, to hand to its parts. */
 enum { AE_SHARED_A = AE_MAX_THREADS, AE_SHARED_B, AE_SCRATCH_SLOTS };
 void *ae_pool_scratch(ae_pool *, int part, size_t bytes);
@@ -71,6 +74,13 @@ static inline int64_t ae_dtype_bytes(int64_t dtype) { return dtype == AE_F32 ? 4
 static inline int ae_parts(const ae_context *ctx, int64_t work, int64_t grain)
 {
     return (int)ae_max(1, ae_min(ae_pool_threads(ctx->pool), work / grain));
+}
+
+/* Parts of such work, several for each of `threads` where one is still worth `grain`: a thread that the system runs late,
+ * because an event loop or a client has its core, then keeps the others waiting for a small part only. */
+static inline int ae_fine_parts(int threads, int64_t work, int64_t grain)
+{
+    return threads == 1 ? 1 : (int)ae_max(threads, ae_min(4 * threads, work / grain));
 }
 
 #endif

@@ -33,7 +33,10 @@ typedef struct {
 typedef struct {
     ae_pool *pool;
     pthread_t thread;
+    int number;
 } ae_worker;
+
+static _Thread_local int own_number; /* of a worker, from 1; 0 in any other thread */
 
 struct ae_pool {
     int threads;
@@ -140,6 +143,7 @@ static void *worker_main(void *self)
     ae_worker *w = self;
     ae_pool *p = w->pool;
     unsigned seen = 0;
+    own_number = w->number;
     for (;;) {
         wait_for_job(p, seen);
         seen = atomic_load(&p->generation);
@@ -217,7 +221,7 @@ ae_pool *ae_pool_create(int threads)
         return NULL;
     }
     for (int i = 0; i < threads - 1; i++) {
-        p->workers[i] = (ae_worker){.pool = p};
+        p->workers[i] = (ae_worker){.pool = p, .number = i + 1};
         if (pthread_create(&p->workers[i].thread, NULL, worker_main, &p->workers[i])) {
             stop_workers(p, i);
             free(p->workers);
@@ -238,6 +242,8 @@ void ae_pool_destroy(ae_pool *p)
     free(p->workers);
     free(p);
 }
+
+int ae_pool_thread(void) { return own_number; }
 
 int ae_pool_threads(const ae_pool *p) { return p->threads; }
 

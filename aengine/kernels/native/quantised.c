@@ -73,10 +73,10 @@ typedef struct {
     x_layout at;
     int64_t units, block_rows;
     int row_parts;
-    char *scratch[AE_MAX_THREADS];
+    char *scratch[AE_MAX_THREADS]; /* by thread: parts are more, and what one leaves in the cache serves the next */
 } code_job;
 
-/* Scratch of a part: a run's codes, scale and minimum taken apart, the sums of a block of rows. */
+/* Scratch of a thread: a run's codes, scale and minimum taken apart, the sums of a block of rows. */
 typedef struct {
     size_t codes, scale, total;
 } scratch_layout;
@@ -245,11 +245,11 @@ static void code_part(void *arg, int part, int parts)
 {
     const code_job *job = arg;
     const int64_t tiles = ae_ceil_div(job->args->rows, AE_QR);
-    const int col_parts = parts / job->row_parts, rp = part / col_parts;
+    const int col_parts = parts / job->row_parts, rp = part % job->row_parts, cp = part / job->row_parts;
     const int64_t r0 = tiles * rp / job->row_parts * AE_QR;
     const int64_t r1 = ae_min(job->args->rows, tiles * (rp + 1) / job->row_parts * AE_QR);
     for (int64_t row = r0; row < r1; row += job->block_rows)
-        panels_rows(job, part % col_parts, col_parts, row, ae_min(job->block_rows, r1 - row), job->scratch[part]);
+        panels_rows(job, cp, col_parts, row, ae_min(job->block_rows, r1 - row), job->scratch[ae_pool_thread()]);
 }
 
 int AE_FN(linear_quantised)(ae_context *ctx, const ae_linear_args *a)
@@ -265,11 +265,12 @@ int AE_FN(linear_quantised)(ae_context *ctx, const ae_linear_args *a)
     code_job job = {.args = a, .x = first.x, .at = at, .units = units};
     job.block_rows = ae_max(AE_QR, AE_BLOCK_BYTES / row_bytes / AE_QR * AE_QR);
     job.block_rows = ae_min(job.block_rows, ae_round_up(a->rows, AE_QR));
-    /* 64 K weights are about 2 us of reading: less is not worth waking another thread for. */
-    int parts = ae_parts(ctx, a->rows * a->out_features * a->in_features, 65536);
-    job.row_parts = (int)ae_max(1, ae_min(parts, a->rows / AE_ROWS_PER_THREAD));
-    parts = parts / job.row_parts * job.row_parts;
-    for (int i = 0; i < parts; i++) {
+    /* 64 K weights are about 2 us of reading: less is not worth waking another thread for. 1 M products are about 15 us. */
+    const int64_t work = a->rows * a->out_features * a->in_features;
+    const int threads = ae_parts(ctx, work, 65536);
+    job.row_parts = (int)ae_max(1, ae_min(threads, a->rows / AE_ROWS_PER_THREAD));
+    const int parts = ae_fine_parts(threads, work, 1 << 20) / job.row_parts * job.row_parts;
+    for (int i = 0; i < ae_pool_threads(ctx->pool); i++) {
         job.scratch[i] = ae_pool_scratch(ctx->pool, i, scratch_of(units, job.block_rows).total);
         if (!job.scratch[i]) return AE_NO_MEMORY;
     }
