@@ -66,7 +66,7 @@ async def test_grammars_rule_and_depth_capture_and_room_change_nothing():
     assert len(free[0].token_ids) == 24
     assert first[0].token_ids[:5] == cut[0].token_ids
     assert cut[0].finish_reason == "length"
-    for changes in ({"depth": 0}, {"capture": False}, {"kv_bytes": 5 * 2**20, "max_model_len": 96}):
+    for changes in ({"depth": 0, "capture": False}, {"kv_bytes": 5 * 2**20, "max_model_len": 96}):
         other, _ = await ask(**changes)
         assert texts(other) == texts(made), changes
 
