@@ -25,12 +25,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from aengine.engine.schema_place import place_of
-from aengine.errors import GrammarTooComplex, InvalidGrammar, InvalidRequest
+from aengine.errors import GrammarTooComplex, InvalidGrammar, InvalidRequest, NotSupported
 from aengine.types import Grammar, Int32s
 
 MAX_SOURCE_CHARS = 256 * 1024  # an enum of 20,000 strings; it takes a quarter of a second to compile
 MAX_CHOICES = 16_384
-COMPILE_S = 2.0
+COMPILE_S = 1.5
 CACHED = 64
 COMPILE_THREADS = 2
 MASK_THREADS = 2  # beside the thread that waits for them; 100 masks take about 2 ms on one
@@ -123,7 +123,11 @@ class Grammars:
     def _ready(self) -> LLTokenizer:
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = self._read_vocabulary()
+                try:
+                    self._vocabulary = self._read_vocabulary()
+                except Exception as error:  # whatever the library has against this vocabulary: the model serves without
+                    message = f"this model's vocabulary cannot follow a grammar: {type(error).__name__}: {error}"
+                    raise NotSupported(message[:300]) from error
             return self._vocabulary
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -239,4 +243,5 @@ def _choices(source: str) -> list[str]:
 
 def _shown(message: str) -> str:
     """One line of what the library says, at most 300 characters."""
-    return " ".join(message.split())[:300]
+    text = " ".join(message.replace("<non-verbose/>", "").split())[:300]
+    return "no answer can satisfy it" if text in _ENDS else text

@@ -24,6 +24,7 @@ from aengine.types import Choices, Int32s, Int64s, Logprobs, PageMove, SlotSetup
 
 _UNWRITTEN = -7
 _MASK = (1 << 64) - 1
+_WORD = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,15 @@ def sim_token(ids: Sequence[int] | Int32s, vocab: int, seed: int = 0) -> int:
     return (state ^ (state >> 32)) % vocab
 
 
-def allowed_token(token: int, mask: Int32s, vocab: int) -> int:
-    """`token` if `mask` allows it, else the next that it does, going round."""
-    if mask[token // 32] >> (token % 32) & 1:
-        return token
-    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab])
-    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
+def allowed_token(token: int, mask: Int32s) -> int:
+    """`token` if `mask` allows it, else the next that it does, going round. The mask allows some token."""
+    word, bit = divmod(token, 32)
+    here = int(mask[word]) & _WORD & (-1 << bit)
+    if not here:
+        later = mask[word + 1 :].nonzero()[0]
+        word = word + 1 + int(later[0]) if len(later) else int(mask.nonzero()[0][0])
+        here = int(mask[word]) & _WORD
+    return word * 32 + (here & -here).bit_length() - 1
 
 
 class SimExecutor:
@@ -163,7 +167,7 @@ class SimExecutor:
 
     def _decide(self, plan: StepPlan, drawn: list[list[int]], choices: Choices) -> StepResult:
         for row, mask in zip(choices.rows.tolist(), choices.masks, strict=True):
-            drawn[row] = [allowed_token(drawn[row][0], mask, self._vocab)]
+            drawn[row] = [allowed_token(drawn[row][0], mask)]
         return self._result(plan, drawn)
 
     def _result(self, plan: StepPlan, drawn: list[list[int]]) -> StepResult:

@@ -120,7 +120,7 @@ def ruled_oracle(
 
 def next_allowed(token: int, grammar: ToyMatcher) -> int:
     """As the simulated device chooses."""
-    return allowed_token(token, grammar.mask(), VOCAB)
+    return allowed_token(token, grammar.mask())
 
 
 class OracleDrafter:
