@@ -37,7 +37,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 @contextlib.asynccontextmanager
 async def both() -> AsyncIterator[tuple[AsyncEngine, AsyncClient]]:
-    async with AsyncEngine(config(kv_bytes=100 * 2**20, max_num_seqs=8)) as engine:
+    async with AsyncEngine(config(kv_bytes=100 * 2**20, max_num_seqs=8, max_model_len=256)) as engine:
         server = TestServer(create_app(engine, ServerConfig()))
         await server.start_server()
         try:
@@ -121,7 +121,7 @@ async def errors_are_the_engines_own(client: AsyncClient) -> None:
 
 
 async def leaving_the_loop_and_aborting_end_the_request(engine: AsyncEngine, client: AsyncClient) -> None:
-    endless = SamplingParams(max_tokens=1500, ignore_eos=True)
+    endless = SamplingParams(max_tokens=200, ignore_eos=True)
     async with contextlib.aclosing(client.generate(TEXT, endless)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             assert not output.finished
