@@ -233,12 +233,20 @@ class Ops(Protocol):
         ...
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        rope: RopeTable | None = None,
     ) -> Tensor:
         """Write k, v [T, kv_heads, head_dim] of this step into their pages, then attend causally over the pages.
 
         `sinks` fp32 [heads]: the score of one more key, whose value is zero, for every query of a head: what it draws
-        is lost. q [T, heads, head_dim] -> [T, heads * head_dim].
+        is lost. `rope`: q and k come unrotated, and are rotated as by `rope` first (k before it is written), so that a
+        backend may do it while it writes. q [T, heads, head_dim] -> [T, heads * head_dim].
         """
         ...
 

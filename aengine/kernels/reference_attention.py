@@ -27,6 +27,7 @@ QUERY_BLOCK = 128
 BUCKET_SLACK_TOKENS = 64
 # Context tokens gathered at once: 8,192 x 3 KV heads x 64 x 4 B = 6 MiB for K, as much for V; more only costs memory.
 BUCKET_TOKENS = 8192
+FP8_MOST = 448.0  # the greatest e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,17 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * factor.unsqueeze(-1)).round().to(torch.int8), most / 127.0
 
 
+def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as pages of `dtype` hold it: what is beyond fp8's range becomes its greatest value."""
+    if dtype is not torch.float8_e4m3fn:
+        return x.to(dtype)
+    return x.float().clamp(-FP8_MOST, FP8_MOST).to(dtype)
+
+
 def _write(pages: Tensor, scale: Tensor | None, layout: _Layout, x: Tensor) -> None:
     at = layout.pages, layout.offsets
     if scale is None:
-        pages[at] = x.to(pages.dtype)
+        pages[at] = stored_as(x, pages.dtype)
     else:
         pages[at], scale[at] = quantise(x)
 

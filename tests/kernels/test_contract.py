@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aengine.errors import NotSupported
 from aengine.kernels.native import Context, NativeOps, Unavailable, build, load_library
 from aengine.kernels.ops import (
     AttentionSpec,
@@ -36,9 +37,17 @@ from aengine.kernels.ops import (
 from aengine.kernels.quantised import Quantised
 from aengine.kernels.reference import ReferenceOps
 from tests.kernels.native.conftest import ISAS
-from tests.kernels.native.paged import Pages, dense_attention, make_batch, make_spec, random_sequence, step_inputs
+from tests.kernels.native.paged import (
+    Pages,
+    Sequence_,
+    dense_attention,
+    make_batch,
+    make_spec,
+    random_sequence,
+    step_inputs,
+)
 
-F32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
+F32, BF16, INT8, E4M3 = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton"] if INTERPRETED else ["reference", "native"] + ["triton"] * torch.cuda.is_available()
 TOLERANCE = {F32: 2e-5, BF16: 2**-6}
@@ -99,8 +108,9 @@ def check_attention(
     dtype: torch.dtype = F32,
     kv_dtype: torch.dtype | None = None,
     sinks: Tensor | None = None,
+    half: int = 0,
 ) -> None:
-    """rows: (sequence, start, count). Sequences before `start` are in their pages."""
+    """rows: (sequence, start, count). Sequences before `start` are in their pages. `half`: the attention rotates."""
     kv_dtype = kv_dtype or dtype
     lengths = [1 + max(start + count for row, start, count in rows if row == i) for i in range(len(rows))]
     sequences = [random_sequence(length, spec, dtype, seed) for seed, length in enumerate(lengths)]
@@ -109,10 +119,29 @@ def check_attention(
         pages.fill(row, sequences[row], start)
     batch = moved_batch(make_batch(pages, rows), ops)
     q, k, v = (moved(x, ops) for x in step_inputs(sequences, rows))
-    got = ops.attention(q, k, v, spec, batch, None if sinks is None else moved(sinks, ops))
+    rope = None
+    if half:
+        sequences, table = rotated(sequences, half)
+        rope = RopeTable(moved(table.cos, ops), moved(table.sin, ops))
+        for row, start, _ in rows:
+            pages.fill(row, sequences[row], start)
+        batch = moved_batch(make_batch(pages, rows), ops)
+    got = ops.attention(q, k, v, spec, batch, None if sinks is None else moved(sinks, ops), rope)
     want = [dense_attention(sequences[row], spec, kv_dtype, sinks, start)[:count] for row, start, count in rows]
     cut = INTERPRETED and kv_dtype is BF16  # the interpreter cuts fp32 off where the device rounds
     near(got, torch.cat(want), BF16 if cut else dtype)
+
+
+def rotated(sequences: list[Sequence_], half: int) -> tuple[list[Sequence_], RopeTable]:
+    """The sequences with q and k rotated, and by what."""
+    angles = torch.rand(max(sequence.length for sequence in sequences), half) * 6
+    table, reference = RopeTable(angles.cos(), angles.sin()), ReferenceOps()
+    turned = []
+    for one in sequences:
+        positions = torch.arange(one.length, dtype=torch.int32)
+        q, k = (reference.rope(x, positions, table) for x in (one.q, one.k))
+        turned.append(replace(one, q=q, k=k))
+    return turned, table
 
 
 @pytest.mark.parametrize("page", [1, 5, 16])
@@ -137,6 +166,35 @@ def test_grouped_heads(ops: Ops, heads: int, kv_heads: int, dim: int) -> None:
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, BF16), (F32, INT8), (BF16, INT8), (F32, BF16)])
 def test_element_types(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check_attention(ops, make_spec(4, 2, 16), [(0, 0, 11), (1, 40, 1), (2, 15, 2)], 8, dtype, kv_dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_pages_of_fp8(ops: Ops, dtype: torch.dtype) -> None:
+    spec, rows = make_spec(4, 2, 16), [(0, 0, 11), (1, 40, 1), (2, 15, 2)]
+    if ops.name.startswith("native"):
+        with pytest.raises(NotSupported, match="float8"):
+            check_attention(ops, spec, rows, 8, dtype, E4M3)
+    else:
+        check_attention(ops, spec, rows, 8, dtype, E4M3)
+
+
+def test_fp8_pages_keep_what_is_beyond_their_range_as_their_greatest(ops: Ops) -> None:
+    if ops.name.startswith("native"):
+        return
+    spec = make_spec(1, 1, 16)
+    pages = Pages([1], spec, E4M3, page_tokens=4, seed=0)
+    batch = moved_batch(make_batch(pages, [(0, 0, 1)]), ops)
+    x = moved(torch.tensor([1e4, -1e4, 448.0, 0.3]).repeat(4).view(1, 1, 16), ops)
+    got = ops.attention(x, x, x, spec, batch)
+    assert got.view(-1)[:4].tolist() == [448.0, -448.0, 448.0, 0.3125]
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, F32), (BF16, BF16), (F32, INT8)])
+@pytest.mark.parametrize("half", [8, 5])
+def test_rotation_within_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, half: int) -> None:
+    """Of all of a head's elements, or of its first."""
+    rows = [(0, 0, 11), (1, 40, 1), (2, 15, 2)]
+    check_attention(ops, make_spec(6, 2, 16), rows, 8, dtype, kv_dtype, half=half)
 
 
 def test_sinks(ops: Ops) -> None:

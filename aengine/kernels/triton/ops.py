@@ -180,12 +180,25 @@ class TritonOps:
         return (x.float() * factors[positions].view(-1, 1, 1)).to(x.dtype)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        rope: RopeTable | None = None,
     ) -> Tensor:
         """A row with context 0 is padding: nothing is written for it, and it gets zeros. Tokens behind the last row
         are padding too and get anything."""
-        write_kv(k, v, batch.kv[spec.layer], spec, batch)
+        q = self.rotate_and_store(q, k, v, spec, batch, rope)
         return attend_positions(q, spec, batch, None if sinks is None else sinks.float().contiguous())
+
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, rope: RopeTable | None
+    ) -> Tensor:
+        """Write k and v into their pages, k rotated -> q, rotated: one launch."""
+        return write_kv(q, k, v, batch.kv[spec.layer], spec, batch, rope)
 
     def cross_attention(self, q: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
         assert batch.cross is not None
