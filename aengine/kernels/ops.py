@@ -262,8 +262,8 @@ class Ops(Protocol):
         """Causal convolution over each row's tokens, channel by channel, going on from the row's state.
 
         x [T, D], weight fp32 [K, D] (the last row meets the newest token), bias fp32 [D] -> [T, D]. The state's one
-        part is [K - 1, D]: the sequence's last inputs, oldest first. All rows read before any row writes. A token's
-        result has the same bits however its sequence is cut into steps.
+        part is [K - 1, D]: the sequence's last inputs, oldest first. All rows read before any row writes; one that
+        writes page 0 leaves no state. A token's result has the same bits however its sequence is cut into steps.
         """
         ...
 

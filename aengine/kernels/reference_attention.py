@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
+from aengine.kernels.uploads import uploaded
 
 # Queries of one prefill row scored together: 9 heads x 128 x 8,192 keys x 4 B = 36 MiB of scores at most.
 QUERY_BLOCK = 128
@@ -134,8 +135,8 @@ def first_visible(position: int, spec: AttentionSpec) -> int:
 
 def _make_layout(spec: AttentionSpec, page: int, batch: StepBatch) -> _Layout:
     table = batch.tables[spec.group]
-    counts = torch.tensor(batch.host_counts, device=table.device)
-    rows = torch.arange(len(batch.host_counts), device=table.device).repeat_interleave(counts)
+    counts = torch.tensor(batch.host_counts, dtype=torch.int64)
+    rows = uploaded(torch.arange(len(counts)).repeat_interleave(counts), table.device)
     pages = table[rows, batch.positions // page].long()
     decode: list[tuple[int, int, int]] = []
     prefills: list[_Prefill] = []
@@ -170,20 +171,19 @@ def _pages_read(position: int, spec: AttentionSpec, page: int) -> int:
 
 
 def _make_bucket(group: list[tuple[int, int, int]], spec: AttentionSpec, page: int, table: Tensor) -> _Bucket:
-    device = table.device
+    """Worked out on the host, where all of it is known: looking for what is unseen would wait for a device."""
     width = max(_pages_read(position, spec, page) for _, _, position in group)
-    rows = torch.tensor([row for row, _, _ in group], device=device).unsqueeze(1)
-    positions = torch.tensor([position for _, _, position in group], device=device).unsqueeze(1)
-    low = torch.tensor([first_visible(position, spec) for _, _, position in group], device=device).unsqueeze(1)
+    rows, tokens, positions = torch.tensor(group).unbind(1)
+    low = torch.tensor([first_visible(position, spec) for _, _, position in group]).unsqueeze(1)
     first_page = low // page
-    columns = (first_page + torch.arange(width, device=device)).clamp_(max=table.shape[1] - 1)
-    keys = first_page * page + torch.arange(width * page, device=device)
-    seen = (keys >= low) & (keys <= positions)
-    row, token = (~seen).nonzero(as_tuple=True)
+    columns = (first_page + torch.arange(width)).clamp_(max=table.shape[1] - 1)
+    keys = first_page * page + torch.arange(width * page)
+    seen = (keys >= low) & (keys <= positions.unsqueeze(1))
+    row, token = (uploaded(at, table.device) for at in (~seen).nonzero(as_tuple=True))
     return _Bucket(
-        tokens=torch.tensor([token for _, token, _ in group], device=device),
-        pages=table[rows, columns],
-        seen=seen[:, None, None, :],
+        tokens=uploaded(tokens.contiguous(), table.device),
+        pages=table[uploaded(rows.unsqueeze(1).contiguous(), table.device), uploaded(columns, table.device)],
+        seen=uploaded(seen, table.device)[:, None, None, :],
         unseen=(row, token),
     )
 

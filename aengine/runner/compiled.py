@@ -22,6 +22,7 @@ from aengine.kernels.reference import ReferenceOps
 from aengine.kernels.traced import Calls, TracedBatch, TracedOps
 
 Backend = str | Callable[..., Any]
+_DETAIL = "Developer debug context:"  # where dynamo's messages name what they met
 REHEARSED_TOKENS = (7, 1)  # every number above 1 stands for all of them
 
 
@@ -35,7 +36,8 @@ def compile_forward(model: Model, ops: Ops, device: torch.device, *, backend: Ba
     program = _compiled(plain, traced, backend)
 
     def forward(given: Ops, batch: StepBatch) -> Tensor:
-        if batch.cross is not None or given is not ops:
+        assert given is ops, f"compiled for {ops.name} kernels, called with {given.name}"
+        if batch.cross is not None:
             return plain(given, batch)
         calls.batch = batch
         try:
@@ -89,7 +91,8 @@ def _reason(error: BaseException) -> str:
     while error is not None and error not in chain:
         chain.append(error)
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__  # type: ignore[assignment]
-    text = " ".join(str(chain[0]).split())[:400]
+    text = " ".join(str(chain[0]).split())
+    text = (text[:300] + " .. " + text[text.find(_DETAIL) :][:300]) if _DETAIL in text[300:] else text[:600]
     names = [type(one).__name__ for one in chain]
     if "InvalidCxxCompiler" in names or "C compiler" in text:
         return f"compile is on, but torch finds no C++ compiler (set CXX, or install one): {text}"

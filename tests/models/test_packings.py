@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aengine.errors import ModelLoadError
 from aengine.kernels.reference import ReferenceOps
 from aengine.models import loader
+from aengine.models.holding import HeldCheckpoint
 from aengine.models.quant_method import quant_method
 from tests.models import packers
 from tests.models.packers import Module
@@ -60,7 +61,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
         {"quant_method": "fp8", "weight_block_size": [16, 16]}, lambda w: packers.float_quantized(w, scales="block"),
     ),
 }  # fmt: skip
-DENSE_ONLY = ("gptq-act-order", "pack-4-act-order", "float-8-tensor", "float-8-channel", "fp8-block")
+DENSE_ONLY = ("gptq-act-order", "pack-4-act-order", "fp8-block")
 TINY = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 64, "num_hidden_layers": 2,
     "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -98,6 +99,10 @@ def test_weights_mean_what_the_format_says(name, tmp_path, hf_files):
     else:
         assert part is not None
         assert part.bits == (8 if "8" in name else 4)
+        assert part.floating == name.startswith("float")
+        held = HeldCheckpoint(checkpoint, "stored").quantised("m.weight")
+        assert (held is None) == part.floating
+        assert HeldCheckpoint(checkpoint, "stored", float8=True).quantised("m.weight") is not None
         assert torch.equal(part.dequantise(), wanted)
     # A module that was left alone is read as it is.
     assert checkpoint.quantised("plain.weight") is None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -19,6 +20,7 @@ from aengine.kernels.ops import AttentionSpec, Linear
 from aengine.kernels.reference import ReferenceOps
 from aengine.runner.compiled import compile_forward
 from aengine.runner.torch_step import TorchExecutor
+from tests.kernels.native.paged import Pages, make_batch
 from tests.runner.conftest import MAX_LEN, PAGES, SLOTS, Bench, Row, make_prompt
 
 CPU = torch.device("cpu")
@@ -47,7 +49,7 @@ def bench_of(backend, ops=None, model=lambda bench: None):
     model(bench.model)
     ops = ops or ReferenceOps()
     line = compile_forward(bench.model, ops, CPU, backend=backend)
-    bench.runner = TorchExecutor(bench.model, ops, bench.kv, COLUMNS, SLOTS, MAX_LEN, move=bench.move)
+    bench.executor = TorchExecutor(bench.model, ops, bench.kv, COLUMNS, SLOTS, MAX_LEN, move=bench.move)
     return bench, line
 
 
@@ -98,18 +100,10 @@ def test_packed_weights_and_another_model_have_programs_of_their_own(plain):
     assert ops.opaque == 2 * 6 + 2 * 2  # two layers, in every step and in both rehearsals
 
 
-def test_the_real_compiler(plain):
-    bench, _ = bench_of("inductor")
-    assert tokens_of(bench) == plain
-
-
-def test_no_compiler_is_told(monkeypatch):
-    import torch._inductor.config as inductor
-
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
-    torch._dynamo.reset()
-    with pytest.raises(ConfigError, match="no C\\+\\+ compiler"):
-        bench_of("inductor")
+def test_no_compiler_is_told():
+    missing = torch._inductor.config.patch("cpp.cxx", (None, "no-such-compiler"))
+    with missing, pytest.raises(ConfigError, match="no C\\+\\+ compiler"):
+        compile_forward(Registered(), ReferenceOps(), CPU)
 
 
 class Registered:
@@ -135,7 +129,7 @@ class Registered:
 
 @pytest.mark.parametrize(
     ("odd", "reason"),
-    [(lambda batch: batch.host_counts[0], "host_counts"), (lambda batch: batch.ids.sum().item() + 1, "item")],
+    [(lambda batch: batch.host_counts[0], "host_counts"), (lambda batch: 1 if batch.ids.sum() > 3 else 2, "branching")],
     ids=["host columns", "values"],
 )
 def test_a_forward_that_cannot_be_compiled_is_refused_and_left_as_it_was(odd, reason):
@@ -145,11 +139,10 @@ def test_a_forward_that_cannot_be_compiled_is_refused_and_left_as_it_was(odd, re
     assert "forward" not in vars(model)
 
 
-def test_a_users_model_is_compiled_as_it_stands():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_users_model_is_compiled_as_it_stands(backend):
     model = Registered()
-    plain, _ = model.forward, compile_forward(model, ops := ReferenceOps(), CPU, backend="aot_eager")
-    from tests.kernels.native.paged import Pages, make_batch
-
+    plain, _ = model.forward, compile_forward(model, ops := ReferenceOps(), CPU, backend=backend)
     for rows in ([(0, 0, 5)], [(0, 0, 1)], [(0, 0, 3), (1, 0, 4)]):
         batches = [make_batch(Pages([6, 6], model.attention[0], torch.float32, page_tokens=4, seed=0), rows)] * 2
         torch.testing.assert_close(model.forward(ops, batches[0]), plain(ReferenceOps(), batches[1]))

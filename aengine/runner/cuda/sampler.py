@@ -107,7 +107,7 @@ class DeviceSampler:
 
     def _apply_rules(self, logits: Tensor, slots: Int32s, positions: Int64s, ruled: NDArray[np.int64]) -> Tensor:
         """Shape the logits of ruled rows in place -> their faults before that, which masks may hide."""
-        before = _faults(logits.index_select(0, self._upload(ruled)).amax(-1))
+        before = faults_of(logits.index_select(0, self._upload(ruled)).amax(-1))
         for row in ruled.tolist():
             rules = self.slots.rules[slots[row]]
             assert rules is not None, f"slot {slots[row]} is ruled but has no rules"
@@ -151,7 +151,7 @@ class TorchChooser:
     def choose(self, logits: Tensor, slots: Int32s, positions: Int64s) -> tuple[Tensor, Tensor]:
         tokens = logits.argmax(-1)
         values = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        faults = _faults(values)
+        faults = faults_of(values)
         rows = np.flatnonzero(self._slots.temperature[slots] > 0.0)
         if not rows.size:
             return tokens, faults
@@ -201,7 +201,7 @@ def device_thresholds(z: Tensor, cuts: Cuts, upload: Upload) -> Tensor:
     return torch.where(columns[1] < 1.0, torch.maximum(floor, last), floor)
 
 
-def _faults(values: Tensor) -> Tensor:
+def faults_of(values: Tensor) -> Tensor:
     """int32 [N] from each row's greatest logit."""
     codes = torch.where(values.isnan(), NAN, torch.where(values > 0, INFINITE, MASKED))
     return torch.where(values.isfinite(), SOUND, codes).int()
