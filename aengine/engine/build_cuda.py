@@ -121,8 +121,8 @@ def _flashinfer_chooser(config: EngineConfig, ledger: Ledger, own: MakeChooser |
         text = f"sampling_backend is flashinfer, but it cannot be used: {reason} (pip install aengine[cuda])"
         raise ConfigError(text, param="sampling_backend")
     ledger.lines.append(
-        "sampling by FlashInfer: tokens of requests without a seed depend on the batch; those with one, greedy ones and "
-        "those with min_p are the engine's own"
+        "sampling by FlashInfer: tokens of requests without a seed depend on the batch; those with one, greedy and "
+        "min_p ones are the engine's own"
     )
 
     def make(slots: int, device: torch.device, upload: Upload) -> Chooser:
@@ -151,8 +151,8 @@ def _free_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops, le
 
 
 def activation_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops) -> int:
-    """What a step takes beside weights and pages: its forward with the logits, measured; logits of all points again with
-    the copies that random sampling makes; logits of the largest graph; workspaces."""
+    """What a step takes beside weights and pages: its forward with the logits, measured; the copies of all points'
+    logits that random sampling makes, or the logits of the largest graph; workspaces."""
     rows = config.scheduler.max_num_seqs
     points = max(min(LOGIT_ROWS, rows), rows if config.device.capture else 0)
     forward = forward_peak(

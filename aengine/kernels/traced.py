@@ -33,8 +33,8 @@ class Calls:
     """
 
     def __init__(self, model: Model, base: Ops) -> None:
-        self.base, self.batch = base, None
-        self.batch: StepBatch | None
+        self.base = base
+        self.batch: StepBatch | None = None
         self.specs = {spec.layer: spec for spec in model.attention}
         self.states = {spec.layer: spec for spec in state_specs(model)}
         self.held: list[Any] = []  # packed linears and mixtures, by number
@@ -85,12 +85,14 @@ class TracedOps(ReferenceOps):
         if table.packed is None:
             return F.embedding(ids, table.weight)
         number, shape = self._numbers[id(table.packed)], table.weight
-        return _embed(ids, self._key, number, shape.shape[1], shape.dtype)
+        made: Tensor = _embed(ids, self._key, number, shape.shape[1], shape.dtype)
+        return made
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         if w.packed is None:
             return F.linear(x, w.weight, w.bias)
-        return _linear(x, self._key, self._numbers[id(w.packed)], w.weight.shape[0])
+        made: Tensor = _linear(x, self._key, self._numbers[id(w.packed)], w.weight.shape[0])
+        return made
 
     def attention(
         self,
@@ -106,13 +108,16 @@ class TracedOps(ReferenceOps):
             q, k = self.rope(q, batch.positions, rope), self.rope(k, batch.positions, rope)
             rope = None
         cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
-        return _attention(q, k, v, sinks, cos, sin, self._key, spec.layer)
+        made: Tensor = _attention(q, k, v, sinks, cos, sin, self._key, spec.layer)
+        return made
 
     def mixture(self, x: Tensor, scores: Tensor, experts: Experts) -> Tensor:
-        return _mixture(x, scores, self._key, self._numbers[id(experts)])
+        made: Tensor = _mixture(x, scores, self._key, self._numbers[id(experts)])
+        return made
 
     def short_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: StateSpec, batch: StepBatch) -> Tensor:
-        return _short_conv(x, weight, bias, self._key, spec.layer)
+        made: Tensor = _short_conv(x, weight, bias, self._key, spec.layer)
+        return made
 
 
 # ---- the opaque calls. Each is declared twice: what runs, and the shape of its result.

@@ -47,7 +47,7 @@ def compile_forward(model: Model, ops: Ops, device: torch.device, *, backend: Ba
 
     for tokens in REHEARSED_TOKENS:
         _rehearse(program, tokens, device)
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward  # type: ignore[method-assign, assignment]
     name = backend if isinstance(backend, str) else getattr(backend, "__name__", "a backend of its own")
     return (
         f"forward compiled by torch.compile ({name}), one program for any step; not within it: attention, "

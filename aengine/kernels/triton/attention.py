@@ -90,8 +90,10 @@ def write_kv(
         turned = q.new_empty(q.shape)
         cos, sin = rope.cos.contiguous(), rope.sin.contiguous()
     write_kv_kernel[(len(k),)](
-        q if turned is not None else None, turned, k, v, cos, sin, batch.positions, batch.row_offsets, batch.context, table, kv.k, kv.v, kv.k_scale, kv.v_scale,
-        len(batch.context), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
+        q if turned is not None else None, turned, k, v, cos, sin, batch.positions, batch.row_offsets, batch.context,
+        table, kv.k, kv.v, kv.k_scale, kv.v_scale,
+        len(batch.context), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        table.stride(0),
         *kv.k.stride()[:3], *kv.v.stride()[:3], *_scale_strides(kv),
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, HALF=half, BQ=power_of_two(spec.heads),
         BH=power_of_two(spec.kv_heads), BD=power_of_two(spec.head_dim), PAGE=kv.page_tokens, enable_fp_fusion=False,

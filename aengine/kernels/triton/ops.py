@@ -47,7 +47,8 @@ class TritonOps:
 
     def prepare(self, linear: Linear) -> Linear:
         """Dense weights move to the device as they are. Quantised ones are packed there (fp8 stays fp8), or
-        dequantised where their groups are no multiple of 16 inputs. The result's `weight` is a meta tensor where it is packed."""
+        dequantised where their groups are no multiple of 16 inputs. The result's `weight` is a meta tensor where it
+        is packed."""
         if linear.packed is not None:
             return linear
         shape = torch.empty_like(linear.weight, device="meta")

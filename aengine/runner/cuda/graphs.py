@@ -4,7 +4,8 @@ Owns: the sizes, the fixed inputs, the recording.
 Does not know: plans, sampling, which steps are replayed.
 Invariants: a replay computes what the same operations compute one by one; graphs change speed, never tokens. A step of
 R rows is replayed by the smallest graph of at least R: the rows behind R name the null slot, whose tables name the null
-pages, so they write where nobody reads (of states, whose page 0 must stay zero, nothing is written to it). Recording happens at start-up only.
+pages, so they write where nobody reads (to page 0 of states, which must stay zero, ops write nothing). Recording
+happens at start-up only.
 
     inputs int32 [4, most]    given id | from relay? | slot | position      written before each replay
     outputs                   logits fp32 [rows, V], missing bool [rows]    overwritten by the next replay

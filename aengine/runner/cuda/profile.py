@@ -42,8 +42,8 @@ def _batch(
     starts: tuple[int, ...],
 ) -> StepBatch:  # fmt: skip
     states = state_specs(model)
-    groups = 1 + max((spec.group for spec in (*model.attention, *states)), default=-1)
     recurrent = {spec.group for spec in states}
+    groups = 1 + max(recurrent | {spec.group for spec in model.attention}, default=-1)
     columns = [2 if group in recurrent else -(-longest // page) for group in range(groups)]
     kv = []
     for spec in model.attention:

@@ -41,11 +41,11 @@ def write_kv_kernel(
     cos_from = None if cos_ptr is None else cos_ptr + position.to(tl.int64) * HALF
     sin_from = None if sin_ptr is None else sin_ptr + position.to(tl.int64) * HALF
     if turned_ptr is not None:
-        head = tl.arange(0, BQ)[:, None]
-        inside = (head < HEADS) & (d < D)
-        q_from = q_ptr + token.to(tl.int64) * q_stride + head * q_stride_head
-        q = _turned(q_from, d, inside, cos_from, sin_from, HALF)
-        tl.store(turned_ptr + (token.to(tl.int64) * HEADS + head) * D + d, q, mask=inside)
+        q_head = tl.arange(0, BQ)[:, None]
+        q_inside = (q_head < HEADS) & (d < D)
+        q_from = q_ptr + token.to(tl.int64) * q_stride + q_head * q_stride_head
+        q = _turned(q_from, d, q_inside, cos_from, sin_from, HALF)
+        tl.store(turned_ptr + (token.to(tl.int64) * HEADS + q_head) * D + d, q, mask=q_inside)
     row = find_row(offsets_ptr, token, rows, 1, 0)
     if (token < tl.load(offsets_ptr + row + 1)) & (position < tl.load(context_ptr + row)):
         page = tl.load(table_ptr + row.to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
