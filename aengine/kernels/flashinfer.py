@@ -6,8 +6,7 @@ Invariants: lengths come from the host's columns, so that planning reads nothing
 written again before its copy to the device has run. Layers that differ in nothing a plan knows share one. What
 FlashInfer cannot do (chunks, sinks, int8 pages, other sizes of heads) goes to the other backend, layer by layer.
 
-Sampling stays with the engine: FlashInfer draws by a generator of its own, and a request's tokens must be a function of
-its seed and its positions.
+Sampling is none of this: see `runner.cuda.flash_sampling`.
 
     row of 37 tokens, page 16, window 8      positions 29 .. 36 are seen: pages 1 and 2 of the table
     indptr .. +2    indices table[row, 1:3]    last_page_len 5
