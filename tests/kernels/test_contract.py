@@ -39,11 +39,11 @@ from aengine.kernels.reference import ReferenceOps
 from tests.kernels.native.conftest import ISAS
 from tests.kernels.native.paged import (
     Pages,
-    Sequence_,
     dense_attention,
     make_batch,
     make_spec,
     random_sequence,
+    rotated,
     step_inputs,
 )
 
@@ -132,18 +132,6 @@ def check_attention(
     near(got, torch.cat(want), BF16 if cut else dtype)
 
 
-def rotated(sequences: list[Sequence_], half: int) -> tuple[list[Sequence_], RopeTable]:
-    """The sequences with q and k rotated, and by what."""
-    angles = torch.rand(max(sequence.length for sequence in sequences), half) * 6
-    table, reference = RopeTable(angles.cos(), angles.sin()), ReferenceOps()
-    turned = []
-    for one in sequences:
-        positions = torch.arange(one.length, dtype=torch.int32)
-        q, k = (reference.rope(x, positions, table) for x in (one.q, one.k))
-        turned.append(replace(one, q=q, k=k))
-    return turned, table
-
-
 @pytest.mark.parametrize("page", [1, 5, 16])
 def test_rows_around_a_page_and_rows_without_tokens(ops: Ops, page: int) -> None:
     lengths = [(0, 1), (0, page), (0, page + 1), (page, 1), (2 * page - 1, 1), (page - 1, 2), (33, 0)]
@@ -170,23 +158,16 @@ def test_element_types(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_pages_of_fp8(ops: Ops, dtype: torch.dtype) -> None:
-    spec, rows = make_spec(4, 2, 16), [(0, 0, 11), (1, 40, 1), (2, 15, 2)]
+    """What is beyond their range is kept as their greatest value."""
+    spec, rows, one = make_spec(4, 2, 16), [(0, 0, 11), (1, 40, 1), (2, 15, 2)], make_spec(1, 1, 16)
     if ops.name.startswith("native"):
         with pytest.raises(NotSupported, match="float8"):
             check_attention(ops, spec, rows, 8, dtype, E4M3)
-    else:
-        check_attention(ops, spec, rows, 8, dtype, E4M3)
-
-
-def test_fp8_pages_keep_what_is_beyond_their_range_as_their_greatest(ops: Ops) -> None:
-    if ops.name.startswith("native"):
         return
-    spec = make_spec(1, 1, 16)
-    pages = Pages([1], spec, E4M3, page_tokens=4, seed=0)
-    batch = moved_batch(make_batch(pages, [(0, 0, 1)]), ops)
-    x = moved(torch.tensor([1e4, -1e4, 448.0, 0.3]).repeat(4).view(1, 1, 16), ops)
-    got = ops.attention(x, x, x, spec, batch)
-    assert got.view(-1)[:4].tolist() == [448.0, -448.0, 448.0, 0.3125]
+    check_attention(ops, spec, rows, 8, dtype, E4M3)
+    batch = moved_batch(make_batch(Pages([1], one, E4M3, page_tokens=4, seed=0), [(0, 0, 1)]), ops)
+    x = moved(torch.tensor([1e4, -1e4, 448.0, 0.3], dtype=dtype).repeat(4).view(1, 1, 16), ops)
+    assert ops.attention(x, x, x, one, batch).view(-1)[:4].tolist() == [448.0, -448.0, 448.0, 0.3125]
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, F32), (BF16, BF16), (F32, INT8)])
