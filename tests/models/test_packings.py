@@ -68,6 +68,10 @@ TINY = {
 }  # fmt: skip
 
 
+class Float8Ops(ReferenceOps):
+    holds_float8 = True
+
+
 def folder_of(path, settings, tensors):
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(TINY | {"quantization_config": settings}))
@@ -111,7 +115,8 @@ def test_weights_mean_what_the_format_says(name, tmp_path, hf_files):
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq-4-32", "gptq-act-order", "gptq-8", "awq", "pack-4-zero-points", "int-8", "fp8-block"]
+    "name",
+    ["gptq-4-32", "gptq-act-order", "gptq-8", "awq", "pack-4-zero-points", "int-8", "fp8-block", "float-8-channel"],
 )
 def test_a_whole_model_equals_transformers_with_the_same_weights(name, tmp_path, hf_files, full_logits):
     settings, pack = FORMATS[name]
@@ -134,10 +139,11 @@ def test_a_whole_model_equals_transformers_with_the_same_weights(name, tmp_path,
         wanted = model(torch.tensor([ids])).logits[0]
     lines: list[str] = []
     for hold in ("plain", "stored"):
-        ours = loader.load_model(files, ReferenceOps(), torch.float32, hold=hold, tell=lines.append)
+        ours = loader.load_model(files, Float8Ops(), torch.float32, hold=hold, tell=lines.append)
         assert torch.allclose(full_logits(ours, ids), wanted, atol=2e-5), hold
     assert lines[0] == "weights: float32"
     assert ("M in" in lines[1]) == (name not in DENSE_ONLY)
+    assert ("float8" in lines[1]) == name.startswith("float")
 
 
 @pytest.mark.parametrize(

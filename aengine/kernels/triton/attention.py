@@ -57,7 +57,7 @@ def geometry(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> 
     else:
         prefill, keys = Tiles(32, 16, 8, 1), 16
     if kv_dtype is torch.int8:
-        prefill, keys = Tiles(min(prefill.rows, 64), prefill.keys, prefill.warps, prefill.stages), min(keys, 32)
+        prefill, keys = Tiles(min(prefill.rows, 64), min(keys, 32), prefill.warps, prefill.stages), min(keys, 32)
     least = power_of_two(group, _BLOCK_ROWS)
     rows = Tiles(max(prefill.rows, least), prefill.keys, prefill.warps, prefill.stages)
     return Geometry(dim, rows, Tiles(least, keys, 4, 2), least // group)
