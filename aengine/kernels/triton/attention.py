@@ -53,13 +53,14 @@ def geometry(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> 
     if dim * wide <= 128:
         prefill, keys = Tiles(128, 64, 8, 2), 64
     elif dim * wide <= 256:
-        prefill, keys = Tiles(64, 32, 8, 2), 32
+        prefill, keys = Tiles(32, 32, 4, 2), 32  # 64 rows by 8 warps spill on sm_100 with Triton 3.6
     else:
         prefill, keys = Tiles(32, 16, 8, 1), 16
     if kv_dtype is torch.int8:
         prefill, keys = Tiles(min(prefill.rows, 64), min(keys, 32), prefill.warps, prefill.stages), min(keys, 32)
     least = power_of_two(group, _BLOCK_ROWS)
-    rows = Tiles(max(prefill.rows, least), prefill.keys, prefill.warps, prefill.stages)
+    warps = prefill.warps if least <= prefill.rows else 8
+    rows = Tiles(max(prefill.rows, least), prefill.keys, warps, prefill.stages)
     return Geometry(dim, rows, Tiles(least, keys, 4, 2), least // group)
 
 
