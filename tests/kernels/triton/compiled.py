@@ -125,12 +125,10 @@ def attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, *, pages_of: tor
     spec, int8 = AttentionSpec(0, 0, heads, kv_heads, dim, dim**-0.5, **kind), pages_of is torch.int8
     pages, angles = torch.empty((2, 16, kv_heads, dim), dtype=pages_of), torch.empty((8192, dim // 2))
     scales = (torch.empty((2, 16, kv_heads)),) * 2 if int8 else (None, None)
-    batch = batch_of((1, 300, 1), 8192, LayerKV(pages, pages, *scales))
+    batch = batch_of((1, 300, 1), 500 if int8 else 8192, LayerKV(pages, pages, *scales))
     q, k = torch.empty((302, heads, dim), dtype=BF16), torch.empty((302, kv_heads, dim), dtype=BF16)
     sinks = torch.empty(heads) if kind.get("window") == 128 else None
     ops.attention(q, k, k, spec, batch, sinks, None if kind else RopeTable(angles, angles))
-    if int8:
-        ops.attention(q[:2], k[:2], k[:2], spec, batch_of((1, 1), 500, batch.kv[0]), None, RopeTable(angles, angles))
 
 
 def attention_steps(ops: TritonOps) -> None:
