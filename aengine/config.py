@@ -117,15 +117,17 @@ class CacheConfig:
     """KV pages and their reuse."""
 
     page_tokens: int = _setting(16, "tokens a KV page holds")
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = _setting(
-        "auto", "element type of KV pages; auto: dtype if given, else bfloat16; int8: a scale per token and head"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = _setting(
+        "auto",
+        "element type of KV pages; auto: dtype if given, else bfloat16; int8: a scale per token and head; fp8: e4m3, "
+        "not for native CPU kernels",
     )
     kv_bytes: int | None = _setting(None, "bytes for KV pages (512MiB, 2GiB); unset: fitted to free memory")
     prefix_caching: bool = _setting(True, "reuse the KV of prompts that begin alike")
 
     def __post_init__(self) -> None:
         _check("page_tokens", self.page_tokens, 1, 1024, "tokens")
-        _check_choice("kv_dtype", self.kv_dtype, ("auto", "float32", "bfloat16", "int8"))
+        _check_choice("kv_dtype", self.kv_dtype, ("auto", "float32", "bfloat16", "int8", "fp8"))
         _check("kv_bytes", self.kv_bytes, 1, 2**50, "bytes")
 
 
@@ -144,8 +146,16 @@ class DeviceConfig:
     capture: bool = _setting(
         True, "replay steps as one call (native kernels) or as CUDA graphs; off: one operation at a time"
     )
+    compile: bool = _setting(
+        False, "torch.compile for all of a forward but attention (on the CPU instead of the native kernels)"
+    )
     attention_backend: Literal["auto", "flashinfer", "triton", "reference"] = _setting(
         "auto", "kernels on CUDA; auto: FlashInfer's attention over Triton's other kernels, as far as installed"
+    )
+    sampling_backend: Literal["auto", "flashinfer"] = _setting(
+        "auto",
+        "who draws tokens on CUDA; auto: the engine's own kernels, by seed and position; flashinfer: its kernels for "
+        "requests without a seed, whose tokens then depend on the batch",
     )
     gpu_memory_percent: float = _setting(
         90.0, "share of the CUDA device's memory for weights, KV pages and activations"
@@ -159,9 +169,16 @@ class DeviceConfig:
         _check_choice("device", self.device, ("auto", "cpu", "cuda", "sim"))
         _check_choice("kernels", self.kernels, ("auto", "native", "reference"))
         _check_choice("cpu_isa", self.cpu_isa, ("auto", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable"))
+        if self.compile and self.kernels == "native":
+            raise ConfigError(
+                "compile and kernels native exclude each other: native kernels replay a captured step, which is "
+                "faster; with kernels auto or reference, compile takes plain torch",
+                param="compile",
+            )
         _check("threads", self.threads, 1, 1024, "threads")
         _check("sim_step_s", self.sim_step_s, 0.0, 60.0, "s")
         _check_choice("attention_backend", self.attention_backend, ("auto", "flashinfer", "triton", "reference"))
+        _check_choice("sampling_backend", self.sampling_backend, ("auto", "flashinfer"))
         _check("gpu_memory_percent", self.gpu_memory_percent, 1.0, 100.0, "%")
 
 

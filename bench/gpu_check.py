@@ -15,6 +15,7 @@ Invariants: device times come from events, host times from one clock; a limit is
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -45,10 +46,12 @@ from aengine.models.config import ModelConfig, RopeConfig
 from aengine.models.llama import LlamaModel
 from aengine.models.placing import place
 from aengine.prefix_cache import PrefixCache
+from aengine.runner.compiled import compile_forward
 from aengine.runner.cuda.api import TorchCuda
 from aengine.runner.cuda.fused import SAMPLING, FusedChooser
 from aengine.runner.cuda.step import CudaExecutor
 from aengine.runner.cuda.stream import CudaStream
+from aengine.runner.upload import plain_upload
 from aengine.scheduler import Scheduler
 from aengine.types import Request, SamplingParams, SlotSetup, StepPlan, StepResult, TableDelta, TokenRules
 
@@ -188,8 +191,11 @@ class HostEvent:
 class Bench:
     """Pages, an executor and a scheduler over a model. `launch` returns a function that waits for the result."""
 
-    def __init__(self, api: Any, model: LlamaModel, ops: Ops, *, slots: int, context: int, pages: int, graphs: bool):
-        name = str(model.dtype).removeprefix("torch.")
+    def __init__(
+        self, api: Any, model: LlamaModel, ops: Ops, *, slots: int, context: int, pages: int, graphs: bool,
+        kv_dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        name = str(kv_dtype or model.dtype).removeprefix("torch.")
         groups = kv_groups(model.attention, name, PAGE)
         self.plan = plan(groups, (pages + 8) * groups[0].payload_bytes)
         self.arena = Arena(self.plan, api.device)
@@ -275,12 +281,15 @@ def replace_tokens(count: int) -> SamplingParams:
 # ---- tokens
 
 
-def reference_logits(model: LlamaModel, ids: list[int], device: torch.device) -> Tensor:
-    """fp32 [len(ids), V] of one forward over the whole sequence in plain torch."""
+def reference_logits(
+    model: LlamaModel, ids: list[int], device: torch.device, kv_dtype: torch.dtype | None = None
+) -> Tensor:
+    """fp32 [len(ids), V] of one forward over the whole sequence in plain torch, with pages of `kv_dtype`."""
     pages, count, spec = -(-len(ids) // PAGE) + 1, len(ids), model.attention[0]
     shape = (pages, PAGE, spec.kv_heads, spec.head_dim)
     kv = tuple(
-        LayerKV(*(torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2))) for _ in model.attention
+        LayerKV(*(torch.zeros(shape, dtype=kv_dtype or model.dtype, device=device) for _ in range(2)))
+        for _ in model.attention
     )
     batch = StepBatch(
         ids=torch.tensor(ids, dtype=torch.int32, device=device),
@@ -295,15 +304,20 @@ def reference_logits(model: LlamaModel, ids: list[int], device: torch.device) ->
         return model.logits(ops, model.forward(ops, batch))
 
 
-def wrong_tokens(model: LlamaModel, prompt: list[int], tokens: list[int], device: torch.device) -> list[str]:
-    logits = reference_logits(model, prompt + tokens[:-1], device)[len(prompt) - 1 :]
+def wrong_tokens(
+    model: LlamaModel, prompt: list[int], tokens: list[int], device: torch.device, kv_dtype: torch.dtype | None = None
+) -> list[str]:
+    logits = reference_logits(model, prompt + tokens[:-1], device, kv_dtype)[len(prompt) - 1 :]
     own = logits.gather(1, torch.tensor(tokens, device=device).unsqueeze(1)).squeeze(1)
     short = ((logits.amax(-1) - own) / logits.std(-1)).tolist()
     return [f"token {at} of {len(tokens)}: {gap:.2f} deviations" for at, gap in enumerate(short) if gap > TOLERANCE]
 
 
-def check_tokens(api: Any, model: LlamaModel, shape: Shape, backends: dict[str, Ops], small: bool) -> dict[str, Any]:
-    """Every backend, depth and form against the reference -> figures; `wrong` counts tokens."""
+def check_tokens(
+    api: Any, model: LlamaModel, shape: Shape, backends: dict[str, Ops], small: bool, compiled: bool
+) -> dict[str, Any]:
+    """Every backend, depth and form against the reference -> figures; `wrong` counts tokens. `compiled`: the best
+    backend also by torch.compile. Pages of fp8 are compared with a reference that has them too."""
     rng = np.random.default_rng(1)
     lengths, counts = ([5, 17, 30], [6, 4, 9]) if small else ([5, 17, 100, 333, 64, 900], [24, 16, 32, 8, 32, 12])
     prompts = [rng.integers(0, shape.vocab, length).tolist() for length in lengths]
@@ -311,30 +325,42 @@ def check_tokens(api: Any, model: LlamaModel, shape: Shape, backends: dict[str, 
     figures: dict[str, Any] = {"wrong": 0, "runs": 0, "messages": [], "failed": {}, "waits": {}}
     seen: dict[str, list[list[int]]] = {}
 
-    def run(name: str, ops: Ops, graphs: bool) -> None:
-        bench = Bench(api, model, ops, slots=8, context=context, pages=pages, graphs=graphs)
-        for depth in (0, 1):
+    def run(name: str, ops: Ops, graphs: bool, *, of: LlamaModel = model, kv_dtype: torch.dtype | None = None) -> None:
+        bench = Bench(api, of, ops, slots=8, context=context, pages=pages, graphs=graphs, kv_dtype=kv_dtype)
+        for depth in (0, 1) if kv_dtype is None else (1,):
             got = bench.generate(prompts, counts, depth, 48 if small else 256)
             label = f"{name} depth {depth} {form(graphs)}"
             seen[label] = got
             figures["runs"] += 1
             for prompt, tokens in zip(prompts, got, strict=True):
-                bad = wrong_tokens(model, prompt, tokens, api.device)
+                bad = wrong_tokens(model, prompt, tokens, api.device, kv_dtype)
                 figures["wrong"] += len(bad)
                 figures["messages"] += [f"{label}, prompt of {len(prompt)}: {text}" for text in bad[:2]]
         if name != "reference":
             figures["waits"][f"{name} {form(graphs)}"] = waits(bench)
 
-    for name in list(backends):
-        for graphs in (False, True) if capturable(backends[name]) else (False,):
-            try:
-                run(name, backends[name], graphs)
-            except Exception as error:  # the other backends are still worth knowing about
-                figures["failed"][f"{name} {form(graphs)}"] = f"{type(error).__name__}: {error}"[:500]
-                print(f"FAILED {name} {form(graphs)}")
-                traceback.print_exc()
+    def attempt(name: str, graphs: bool, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # the others are still worth knowing about
+            figures["failed"][f"{name} {form(graphs)}"] = f"{type(error).__name__}: {error}"[:500]
+            print(f"FAILED {name} {form(graphs)}")
+            traceback.print_exc()
+
+    reads_fp8 = small or torch.cuda.get_device_capability() >= (8, 9)
+    for name, ops in list(backends.items()):
+        able = capturable(ops)
+        for graphs in (False, True) if able else (False,):
+            attempt(name, graphs, partial(run, name, ops, graphs))
+        if reads_fp8:
+            attempt(f"{name}-fp8-kv", able, partial(run, f"{name}-fp8-kv", ops, able, kv_dtype=torch.float8_e4m3fn))
         if any(label.startswith(f"{name} ") for label in figures["failed"]):
             del backends[name]
+    if compiled and backends:
+        name, ops = list(backends.items())[-1]
+        attempt(f"{name}-compiled", capturable(ops), lambda: run(
+            f"{name}-compiled", ops, capturable(ops), of=compiled_copy(model, ops, api.device, small)
+        ))  # fmt: skip
     first = next(iter(seen.values()), [])
     figures["identical_runs"] = sum(got == first for got in seen.values())
     print(
@@ -342,6 +368,59 @@ def check_tokens(api: Any, model: LlamaModel, shape: Shape, backends: dict[str, 
     )
     for message in figures["messages"][:20]:
         print("  wrong:", message)
+    return figures
+
+
+def compiled_copy(model: LlamaModel, ops: Ops, device: torch.device, small: bool) -> LlamaModel:
+    """The same weights under a forward of its own. A tiny model checks the calls, not the compiler."""
+    made, began = copy.copy(model), time.monotonic()
+    print(compile_forward(made, ops, device, backend="eager" if small else "inductor"), flush=True)
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    return made
+
+
+def check_fp8_product(api: Any, tokens: int, size: int) -> dict[str, float]:
+    """Products with fp8 weights: off by how much of the result's size, and device time against bf16."""
+    from aengine.kernels.triton import fp8
+
+    x = torch.randn(tokens, size, device=api.device).bfloat16()
+    dense = torch.randn(size, size, device=api.device) * size**-0.5
+    weight = fp8.Fp8Weight(*fp8.quantise_rows(dense), None)
+    if not fp8.multiplies(weight):
+        return {}
+    want, plain = x.float() @ weight.dequantise(torch.float32).t(), dense.bfloat16()
+    off = ((fp8.linear(x, weight, x.dtype).float() - want).norm() / want.norm()).item()
+    assert off < 0.06, f"fp8 products are off by {off:.3f} of their size"
+    figures = {
+        "off": off,
+        "fp8_ms": timed_s(api, lambda: fp8.linear(x, weight, x.dtype), 10) * 1e3,
+        "bf16_ms": timed_s(api, lambda: x @ plain.t(), 10) * 1e3,
+    }
+    print(f"fp8 products of {tokens} x {size}: {figures}", flush=True)
+    return figures
+
+
+def check_flashinfer_sampling(api: Any, vocab: int) -> dict[str, float]:
+    """Rows that one token dominates get it, by either kernel; device time of 256 plain rows against the engine's."""
+    from aengine.runner.cuda.flash_sampling import FlashInferChooser
+
+    rows, upload = 256, plain_upload(api.device)
+    own = FusedChooser(rows, api.device, upload)
+    chooser = FlashInferChooser(rows, own, upload)
+    best = torch.arange(rows, device=api.device) * 7 % vocab
+    logits = torch.zeros(rows, vocab, device=api.device).index_put_((torch.arange(rows, device=api.device), best),
+                                                                    torch.tensor(60.0, device=api.device))  # fmt: skip
+    slots, positions = np.arange(rows, dtype=np.int32), np.arange(rows)
+    figures = {}
+    for kind, params in {"plain": SamplingParams(), "filtered": SamplingParams(top_k=50, top_p=0.9)}.items():
+        for slot in range(rows):
+            chooser.setup(SlotSetup(slot, slot + 1, 1, params, TokenRules(), slot, np.zeros(0, np.int32)))
+        tokens, faults = chooser.choose(logits.clone(), slots, positions)
+        assert torch.equal(tokens, best), f"{kind}: {int((tokens != best).sum())} of {rows} rows drew another token"
+        assert not faults.any()
+        for name, one in (("flashinfer", chooser), ("own", own)):
+            figures[f"{kind}_{name}_ms"] = timed_s(api, partial(one.choose, logits, slots, positions), 10) * 1e3
+    print(f"sampling of {rows} rows: {figures}", flush=True)
     return figures
 
 
@@ -628,7 +707,9 @@ def main() -> int:
         backends = backends_of(api)
         model = make_model(shape, api.device, max(shape.long, *shape.prefill) + 1024)
         api.settle()
-        figures[f"{name}_tokens"] = checked = check_tokens(api, model, shape, backends, given.tiny)
+        figures[f"{name}_tokens"] = checked = check_tokens(
+            api, model, shape, backends, given.tiny, compiled=name == names[0]
+        )
         wrong, failed = wrong + checked["wrong"], failed + len(checked["failed"])
         waiting += sum(bool(text) for text in checked["waits"].values())
         if not backends:
@@ -641,17 +722,26 @@ def main() -> int:
             if kind != "reference" or given.tiny:
                 rows = 1 if given.tiny else 8
                 parts.append((f"layouts_{kind}", partial(time_layouts, api, shape, ops, model.dtype, rows)))
+        if name == names[0] and given.device == "cuda":
+            parts.append(("fp8_product", partial(check_fp8_product, api, 2048, 4096)))
+            if not importable("flashinfer.sampling"):
+                parts.append(("flashinfer_sampling", partial(check_flashinfer_sampling, api, shape.vocab)))
         for part, work in parts:
             if time.monotonic() - began > given.budget_s:
                 print(f"{name} {part}: left out, {given.budget_s:.0f} s are over")
                 continue
-            figures[f"{name}_{part}"] = work()
+            try:
+                figures[f"{name}_{part}"] = work()
+            except Exception as error:  # what follows is still worth knowing
+                failed += 1
+                figures[f"{name}_{part}"] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+                traceback.print_exc()
         model = parts = None  # its memory is for the next one
         release()
     figures["copies"], figures["wake"] = time_copies(api, given.tiny), time_wake(api, 5 if given.tiny else 200)
     figures["seconds"] = time.monotonic() - began
     report.at_most("wrong tokens", wrong, 0)
-    report.at_most("backends that failed", failed, 0)
+    report.at_most("backends and parts that failed", failed, 0)
     report.at_most("forms of a decode step that wait for the device", waiting, 0)
     held = report.close()
     if given.out:

@@ -116,6 +116,8 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     device = config.device.device
     if device == "sim":
         return make_sim(config, files, ledger)
+    if config.device.compile:
+        import_left_out()
     if device == "cpu":
         return make_cpu(config, files, ledger)
     with ledger.phase("import torch"):

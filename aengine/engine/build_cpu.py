@@ -35,9 +35,16 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         from aengine.engine.weights import model_bytes
         from aengine.kernels.ops import state_specs
         from aengine.memory.arena import Arena
+        from aengine.runner.compiled import compile_forward
         from aengine.runner.executor import make_executor
 
     ops, model = load_for_cpu(config, files, ledger)
+    if config.cache.kv_dtype == "fp8" and ops.name != "reference":
+        raise ConfigError(
+            f"kv_dtype fp8 is not for {ops.name} kernels; on the CPU int8 takes about as many bytes (kernels reference "
+            "can, at a fraction of the speed)",
+            param="kv_dtype",
+        )
     torch_threads, dtype = torch.get_num_threads(), model.dtype
     ledger.sizes.append(("weights", model_bytes(model)))
     name = str(dtype).removeprefix("torch.")
@@ -48,6 +55,10 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     ledger.lines += pages.describe().splitlines()
     kv = kv_dtype(config, model)
     ledger.lines.append(f"context {context} tokens; {ops.name} kernels; {name}; KV {kv}")
+
+    if config.device.compile:
+        with ledger.phase("compile"):
+            ledger.lines.append(compile_forward(model, ops, torch.device("cpu")))
 
     with ledger.phase("capture"):
         executor, line = make_executor(
@@ -122,6 +133,9 @@ def _ops(config: EngineConfig, threads: int, ledger: Ledger) -> tuple[Ops, int]:
     from aengine.kernels.reference import ReferenceOps
 
     if config.device.kernels == "reference":
+        return ReferenceOps(), threads
+    if config.device.compile:
+        ledger.lines.append("compile is on: plain torch takes the place of native kernels, whose steps are faster")
         return ReferenceOps(), threads
     isa = None if config.device.cpu_isa == "auto" else config.device.cpu_isa
     native = load_native_ops(usable_home() / "native", threads, isa=isa)

@@ -15,20 +15,25 @@ import torch
 from aengine.config import EngineConfig
 from aengine.engine.ledger import Ledger, Made, served_names
 from aengine.engine.page_groups import kv_dtype, plan_pages, table_columns
-from aengine.engine.weights import dtype_of, hold_of, model_bytes, widest_linear
+from aengine.engine.weights import dtype_of, hold_of, model_bytes
 from aengine.errors import ConfigError
 from aengine.kernels.cuda_ops import cuda_ops, importable
-from aengine.kernels.ops import Model, state_specs
+from aengine.kernels.ops import Model, Ops, state_specs
 from aengine.memory.arena import Arena
 from aengine.models.loader import ModelFiles, load_config, load_model
+from aengine.runner.compiled import compile_forward
 from aengine.runner.cuda.api import DeviceApi, TorchCuda
+from aengine.runner.cuda.flash_sampling import FlashInferChooser
 from aengine.runner.cuda.fused import SAMPLING, FusedChooser
-from aengine.runner.cuda.sampler import MakeChooser
+from aengine.runner.cuda.profile import forward_peak
+from aengine.runner.cuda.sampler import Chooser, MakeChooser
 from aengine.runner.cuda.step import LOGIT_ROWS, CudaExecutor
 from aengine.runner.cuda.stream import CudaStream
 from aengine.runner.protocol import Runner
 from aengine.runner.step import StreamRunner
+from aengine.runner.upload import Upload
 
+FP8_CAPABILITY = (8, 9)  # from which Triton and FlashInfer read e4m3
 # Kernels' own workspaces, the library's handles, fragments of the allocator.
 WORKSPACE_BYTES = 768 * 2**20
 
@@ -45,9 +50,14 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
             files, ops, dtype, ledger.progress, hold=hold, device=api.device, tell=ledger.lines.append
         )  # fmt: skip
     ledger.sizes.append(("weights", model_bytes(model)))
+    if config.cache.kv_dtype == "fp8":
+        _check_fp8(api, ops)
+    if config.device.compile:
+        with ledger.phase("compile"):
+            ledger.lines.append(compile_forward(model, ops, api.device))
     name = str(dtype).removeprefix("torch.")
     with ledger.phase("KV pages"):
-        pages, context = plan_pages(config, files, model, _free_bytes(config, api, model, dtype), 1.0)
+        pages, context = plan_pages(config, files, model, _free_bytes(config, api, model, ops, ledger), 1.0)
         arena = Arena(pages, api.device)
     ledger.sizes.append(("KV pages", pages.arena_bytes))
     ledger.lines += pages.describe().splitlines()
@@ -64,7 +74,7 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         zero=arena.zero,
         move=arena.move,
         states=arena.layer_states([(spec.group, spec.layer) for spec in state_specs(model)]),
-        chooser=_chooser(config, ledger),
+        chooser=_flashinfer_chooser(config, ledger, _chooser(config, ledger)),
     )
     if config.device.capture:
         with ledger.phase("CUDA graphs"):
@@ -80,6 +90,17 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     )  # fmt: skip
 
 
+def _check_fp8(api: DeviceApi, ops: Ops) -> None:
+    """Raise ConfigError where the kernels cannot read fp8 pages."""
+    capability = api.capability()
+    if ops.name != "reference" and capability < FP8_CAPABILITY:
+        at, least = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
+        raise ConfigError(
+            f"kv_dtype fp8 needs compute capability {least}; this device has {at} (int8 takes about as many bytes)",
+            param="kv_dtype",
+        )
+
+
 def _chooser(config: EngineConfig, ledger: Ledger) -> MakeChooser | None:
     """Sampling goes with the kernels: fused where there is Triton, unless plain torch was asked for."""
     if config.device.attention_backend != "reference":
@@ -90,11 +111,36 @@ def _chooser(config: EngineConfig, ledger: Ledger) -> MakeChooser | None:
     return None
 
 
-def _free_bytes(config: EngineConfig, api: DeviceApi, model: Model, dtype: torch.dtype) -> int:
+def _flashinfer_chooser(config: EngineConfig, ledger: Ledger, own: MakeChooser | None) -> MakeChooser | None:
+    """`own`, or FlashInfer's kernels over it where they were asked for. Raises ConfigError when one of them is
+    missing."""
+    if config.device.sampling_backend != "flashinfer":
+        return own
+    reason = importable("flashinfer.sampling") if own is not None else "seeded rows need Triton's sampling beside it"
+    if own is None or reason:
+        text = f"sampling_backend is flashinfer, but it cannot be used: {reason} (pip install aengine[cuda])"
+        raise ConfigError(text, param="sampling_backend")
+    ledger.lines.append(
+        "sampling by FlashInfer: tokens of requests without a seed depend on the batch; those with one, greedy and "
+        "min_p ones are the engine's own"
+    )
+
+    def make(slots: int, device: torch.device, upload: Upload) -> Chooser:
+        return FlashInferChooser(slots, own(slots, device, upload), upload)
+
+    return make
+
+
+def _free_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops, ledger: Ledger) -> int:
     """What KV pages may take: the device's share less what is used, by others too, and what steps will need."""
+    try:
+        needed = activation_bytes(config, api, model, ops)
+    except torch.OutOfMemoryError as error:
+        text = f"beside the weights, a step of {config.scheduler.max_batched_tokens} tokens does not fit: {error}"
+        raise ConfigError(text, param="max_batched_tokens") from error
     free, total = api.memory()
     usable = int(total * config.device.gpu_memory_percent / 100) - (total - free)
-    needed = activation_bytes(config, model, dtype)
+    ledger.sizes.append(("activations", needed))
     if usable <= needed:
         raise ConfigError(
             f"gpu_memory_percent {config.device.gpu_memory_percent} of {total:,} bytes leaves {max(usable, 0):,} bytes "
@@ -104,10 +150,14 @@ def _free_bytes(config: EngineConfig, api: DeviceApi, model: Model, dtype: torch
     return usable - needed
 
 
-def activation_bytes(config: EngineConfig, model: Model, dtype: torch.dtype) -> int:
-    """An upper estimate of what a step takes beside weights and pages: four of its widest activations at once, logits
-    of all points with the copies that random sampling makes, logits of the largest graph, workspaces."""
-    tokens, rows = config.scheduler.max_batched_tokens, config.scheduler.max_num_seqs
-    widest = 4 * tokens * widest_linear(model) * dtype.itemsize
+def activation_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops) -> int:
+    """What a step takes beside weights and pages: its forward with the logits, measured; the copies of all points'
+    logits that random sampling makes, or the logits of the largest graph; workspaces."""
+    rows = config.scheduler.max_num_seqs
     points = max(min(LOGIT_ROWS, rows), rows if config.device.capture else 0)
-    return widest + 6 * points * model.vocab_size * 4 + WORKSPACE_BYTES
+    forward = forward_peak(
+        api, model, ops, kv_dtype=getattr(torch, kv_dtype(config, model)), page_tokens=config.cache.page_tokens,
+        tokens=config.scheduler.max_batched_tokens, rows=rows, points=LOGIT_ROWS,
+        context=min(config.model.max_model_len or model.max_context, model.max_context),
+    )  # fmt: skip
+    return forward + 5 * points * model.vocab_size * 4 + WORKSPACE_BYTES

@@ -50,10 +50,13 @@ def kv_dtype(config: EngineConfig, model: Model) -> str:
     if config.cache.kv_dtype == "auto":
         return str(model.dtype).removeprefix("torch.")
     cross = sum(spec.cross for spec in model.attention)
-    if config.cache.kv_dtype == "int8" and cross:
-        text = f"kv_dtype int8 is not for models with cross-attention: {cross} of {len(model.attention)} layers have it"
+    kind = config.cache.kv_dtype
+    if kind in ("int8", "fp8") and cross:
+        text = (
+            f"kv_dtype {kind} is not for models with cross-attention: {cross} of {len(model.attention)} layers have it"
+        )
         raise ConfigError(text, param="kv_dtype")
-    return config.cache.kv_dtype
+    return "float8_e4m3fn" if kind == "fp8" else kind
 
 
 def state_groups(states: Sequence[StateSpec], page_tokens: int) -> list[GroupSpec]:

@@ -14,7 +14,7 @@ import torch
 
 from aengine.config import EngineConfig
 from aengine.kernels.native.library import Block
-from aengine.kernels.ops import Linear, Model, Ops
+from aengine.kernels.ops import Model, Ops
 from aengine.kernels.reference import ReferenceOps
 from aengine.models.holding import Hold
 
@@ -52,20 +52,3 @@ def _weigh(found: Iterable[object], sizes: dict[int, int]) -> None:
             _weigh(value, sizes)
         elif is_dataclass(value) and not isinstance(value, type):
             _weigh([getattr(value, leaf.name) for leaf in fields(value)], sizes)
-
-
-def widest_linear(model: Model) -> int:
-    """The most output features of the model's linears, heads aside."""
-    outs: list[int] = []
-    _linears(list(vars(model).values()), outs)
-    return max((out for out in outs if out != model.vocab_size), default=model.vocab_size)
-
-
-def _linears(found: Iterable[object], outs: list[int]) -> None:
-    for value in found:
-        if isinstance(value, Linear):
-            outs.append(value.out_features)
-        elif isinstance(value, list | tuple):
-            _linears(value, outs)
-        elif is_dataclass(value) and not isinstance(value, type):
-            _linears([getattr(value, leaf.name) for leaf in fields(value)], outs)

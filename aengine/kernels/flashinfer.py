@@ -6,8 +6,7 @@ Invariants: lengths come from the host's columns, so that planning reads nothing
 written again before its copy to the device has run. Layers that differ in nothing a plan knows share one. What
 FlashInfer cannot do (chunks, sinks, int8 pages, other sizes of heads) goes to the other backend, layer by layer.
 
-Sampling stays with the engine: FlashInfer draws by a generator of its own, and a request's tokens must be a function of
-its seed and its positions.
+Sampling is none of this: see `runner.cuda.flash_sampling`.
 
     row of 37 tokens, page 16, window 8      positions 29 .. 36 are seen: pages 1 and 2 of the table
     indptr .. +2    indices table[row, 1:3]    last_page_len 5
@@ -18,14 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aengine.kernels.ops import AttentionSpec, Ops, StepBatch
+from aengine.kernels.ops import AttentionSpec, Ops, RopeTable, StepBatch
+from aengine.kernels.reference_attention import stored_as
 
 WORKSPACE_BYTES = 128 * 2**20
 INT_WORKSPACE_BYTES = 8 * 2**20
@@ -33,6 +33,17 @@ INT_WORKSPACE_BYTES = 8 * 2**20
 PLANS_IN_FLIGHT = 4
 HEAD_DIMS = (64, 128, 256)  # that its kernels are made for
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which its decode kernel on tensor cores is the faster one
+
+
+@runtime_checkable
+class StoringOps(Protocol):
+    """Ops that rotate and write apart from attending."""
+
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, rope: RopeTable | None
+    ) -> Tensor:
+        """Write k and v into their pages, k rotated -> q, rotated."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +146,19 @@ class FlashInferOps:
         return getattr(self._base, name)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        rope: RopeTable | None = None,
     ) -> Tensor:
         kv = batch.kv[spec.layer]
         odd = spec.chunk or spec.head_dim not in HEAD_DIMS or kv.k_scale is not None or q.dtype is torch.float32
         if sinks is not None or odd:
-            return self._base.attention(q, k, v, spec, batch, sinks)
+            return self._base.attention(q, k, v, spec, batch, sinks, rope)
         if batch is not self._batch:
             self._batch, self._planned, self._places = batch, {}, {}
         page = kv.page_tokens
@@ -148,9 +166,7 @@ class FlashInferOps:
             spec.group, spec.heads, spec.kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap, page,
             q.dtype, kv.k.dtype,
         )  # fmt: skip
-        at = self._place(spec.group, page, batch)
-        kv.k.index_put_(at, k.to(kv.k.dtype))
-        kv.v.index_put_(at, v.to(kv.v.dtype))
+        q = self._store(q, k, v, spec, batch, rope)
         if self._capturing():
             wrapper = self._captured[len(batch.host_counts), kind]
         else:
@@ -159,6 +175,20 @@ class FlashInferOps:
                 wrapper = self._planned[kind] = self._plan(kind, batch)
         out: Tensor = wrapper.run(q, (kv.k, kv.v))
         return out.flatten(1)
+
+    def _store(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, rope: RopeTable | None
+    ) -> Tensor:
+        """Write K and V, k rotated -> q, rotated. By the other backend's one kernel, where it has it."""
+        if isinstance(self._base, StoringOps):
+            return self._base.rotate_and_store(q, k, v, spec, batch, rope)
+        if rope is not None:
+            q, k = self._base.rope(q, batch.positions, rope), self._base.rope(k, batch.positions, rope)
+        kv = batch.kv[spec.layer]
+        at = self._place(spec.group, kv.page_tokens, batch)
+        kv.k.index_put_(at, stored_as(k, kv.k.dtype))
+        kv.v.index_put_(at, stored_as(v, kv.v.dtype))
+        return q
 
     def _place(self, group: int, page: int, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """(page, place in it) of each of the step's tokens; once for all layers of a group."""

@@ -239,12 +239,20 @@ class Ops(Protocol):
         ...
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        rope: RopeTable | None = None,
     ) -> Tensor:
         """Write k, v [T, kv_heads, head_dim] of this step into their pages, then attend causally over the pages.
 
         `sinks` fp32 [heads]: the score of one more key, whose value is zero, for every query of a head: what it draws
-        is lost. q [T, heads, head_dim] -> [T, heads * head_dim].
+        is lost. `rope`: q and k come unrotated, and are rotated as by `rope` first (k before it is written), so that a
+        backend may do it while it writes. q [T, heads, head_dim] -> [T, heads * head_dim].
         """
         ...
 
@@ -260,8 +268,8 @@ class Ops(Protocol):
         """Causal convolution over each row's tokens, channel by channel, going on from the row's state.
 
         x [T, D], weight fp32 [K, D] (the last row meets the newest token), bias fp32 [D] -> [T, D]. The state's one
-        part is [K - 1, D]: the sequence's last inputs, oldest first. All rows read before any row writes. A token's
-        result has the same bits however its sequence is cut into steps.
+        part is [K - 1, D]: the sequence's last inputs, oldest first. All rows read before any row writes; one that
+        writes page 0 leaves no state. A token's result has the same bits however its sequence is cut into steps.
         """
         ...
 

@@ -20,7 +20,9 @@ from torch import Tensor
 class Quantised:
     """A weight [out, in]. codes [out, in]: uint8 0 .. 15 for `bits` 4, int8 for 8; scale fp32 [out, in / group];
     minimum fp32 of the same shape, or None for zero; `group` divides `in`. `order` int32 [in]: column c of codes
-    belongs to input order[c], so that the inputs of a group stand together; None: to input c.
+    belongs to input order[c], so that the inputs of a group stand together; None: to input c. `floating`: codes are
+    e4m3, `bits` 8, with one scale an output and no minimum; only backends that ask for such weights (`holds_float8`)
+    get them.
 
     Raises ValueError when the shapes do not fit together.
     """
@@ -34,7 +36,11 @@ class Quantised:
 
     def __post_init__(self) -> None:
         out, size_in = self.codes.shape
-        wanted = {4: torch.uint8, 8: torch.int8}.get(self.bits)
+        wanted = {4: torch.uint8, 8: torch.float8_e4m3fn if self.floating else torch.int8}.get(self.bits)
+        if self.floating and (self.group != size_in or self.minimum is not None):
+            raise ValueError(
+                f"float8 codes in groups of {self.group} of {size_in} inputs: one scale an output, no minimum"
+            )
         if self.codes.dtype is not wanted:
             raise ValueError(f"{self.bits}-bit codes of type {self.codes.dtype}: 4 takes uint8, 8 takes int8")
         if self.group < 1 or size_in % self.group:
@@ -45,6 +51,10 @@ class Quantised:
         for name, value in (("scale", self.scale), ("minimum", self.minimum)):
             if value is not None and (tuple(value.shape) != shape or value.dtype is not torch.float32):
                 raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}, not float32 {shape}")
+
+    @property
+    def floating(self) -> bool:
+        return self.codes.dtype is torch.float8_e4m3fn
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,7 +74,8 @@ class Quantised:
     def with_rows(self, order: Callable[[Tensor], Tensor]) -> Quantised:
         """The weight whose rows `order` puts in another order; it takes and returns tensors [out, ...]."""
         minimum = None if self.minimum is None else order(self.minimum)
-        return Quantised(order(self.codes), order(self.scale), minimum, self.group, self.bits, self.order)
+        codes = order(self.codes.view(torch.uint8)).view(self.codes.dtype) if self.floating else order(self.codes)
+        return Quantised(codes, order(self.scale), minimum, self.group, self.bits, self.order)
 
 
 def one_order(parts: Sequence[Quantised]) -> bool:

@@ -83,8 +83,17 @@ class ReferenceOps:
         return torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        rope: RopeTable | None = None,
     ) -> Tensor:
+        if rope is not None:
+            q, k = self.rope(q, batch.positions, rope), self.rope(k, batch.positions, rope)
         return self._attention(q, k, v, spec, batch, sinks)
 
     def scale_positions(self, x: Tensor, positions: Tensor, factors: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
+from aengine.kernels.uploads import uploaded
 
 # Queries of one prefill row scored together: 9 heads x 128 x 8,192 keys x 4 B = 36 MiB of scores at most.
 QUERY_BLOCK = 128
@@ -27,6 +28,7 @@ QUERY_BLOCK = 128
 BUCKET_SLACK_TOKENS = 64
 # Context tokens gathered at once: 8,192 x 3 KV heads x 64 x 4 B = 6 MiB for K, as much for V; more only costs memory.
 BUCKET_TOKENS = 8192
+FP8_MOST = 448.0  # the greatest e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,17 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * factor.unsqueeze(-1)).round().to(torch.int8), most / 127.0
 
 
+def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as pages of `dtype` hold it: what is beyond fp8's range becomes its greatest value."""
+    if dtype is not torch.float8_e4m3fn:
+        return x.to(dtype)
+    return x.float().clamp(-FP8_MOST, FP8_MOST).to(dtype)
+
+
 def _write(pages: Tensor, scale: Tensor | None, layout: _Layout, x: Tensor) -> None:
     at = layout.pages, layout.offsets
     if scale is None:
-        pages[at] = x.to(pages.dtype)
+        pages[at] = stored_as(x, pages.dtype)
     else:
         pages[at], scale[at] = quantise(x)
 
@@ -126,8 +135,8 @@ def first_visible(position: int, spec: AttentionSpec) -> int:
 
 def _make_layout(spec: AttentionSpec, page: int, batch: StepBatch) -> _Layout:
     table = batch.tables[spec.group]
-    counts = torch.tensor(batch.host_counts, device=table.device)
-    rows = torch.arange(len(batch.host_counts), device=table.device).repeat_interleave(counts)
+    counts = torch.tensor(batch.host_counts, dtype=torch.int64)
+    rows = uploaded(torch.arange(len(counts)).repeat_interleave(counts), table.device)
     pages = table[rows, batch.positions // page].long()
     decode: list[tuple[int, int, int]] = []
     prefills: list[_Prefill] = []
@@ -162,20 +171,19 @@ def _pages_read(position: int, spec: AttentionSpec, page: int) -> int:
 
 
 def _make_bucket(group: list[tuple[int, int, int]], spec: AttentionSpec, page: int, table: Tensor) -> _Bucket:
-    device = table.device
+    """Worked out on the host, where all of it is known: looking for what is unseen would wait for a device."""
     width = max(_pages_read(position, spec, page) for _, _, position in group)
-    rows = torch.tensor([row for row, _, _ in group], device=device).unsqueeze(1)
-    positions = torch.tensor([position for _, _, position in group], device=device).unsqueeze(1)
-    low = torch.tensor([first_visible(position, spec) for _, _, position in group], device=device).unsqueeze(1)
+    rows, tokens, positions = torch.tensor(group).unbind(1)
+    low = torch.tensor([first_visible(position, spec) for _, _, position in group]).unsqueeze(1)
     first_page = low // page
-    columns = (first_page + torch.arange(width, device=device)).clamp_(max=table.shape[1] - 1)
-    keys = first_page * page + torch.arange(width * page, device=device)
-    seen = (keys >= low) & (keys <= positions)
-    row, token = (~seen).nonzero(as_tuple=True)
+    columns = (first_page + torch.arange(width)).clamp_(max=table.shape[1] - 1)
+    keys = first_page * page + torch.arange(width * page)
+    seen = (keys >= low) & (keys <= positions.unsqueeze(1))
+    row, token = (uploaded(at, table.device) for at in (~seen).nonzero(as_tuple=True))
     return _Bucket(
-        tokens=torch.tensor([token for _, token, _ in group], device=device),
-        pages=table[rows, columns],
-        seen=seen[:, None, None, :],
+        tokens=uploaded(tokens.contiguous(), table.device),
+        pages=table[uploaded(rows.unsqueeze(1).contiguous(), table.device), uploaded(columns, table.device)],
+        seen=uploaded(seen, table.device)[:, None, None, :],
         unseen=(row, token),
     )
 

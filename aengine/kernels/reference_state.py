@@ -22,12 +22,12 @@ from aengine.kernels.ops import StateSpec, StepBatch
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """read, write int64 [R]: pages; rows of one token as int64 (row, token of the step) columns, for all of them at
-    once; longer rows as host (row, first token, end)."""
+    """read, write int64 [R]: pages. On the host: runs of neighbouring rows of one token as (first row, first token,
+    rows), each computed at once; longer rows as (row, first token, end)."""
 
     read: Tensor
     write: Tensor
-    single: tuple[Tensor, Tensor]
+    single: tuple[tuple[int, int, int], ...]
     longer: tuple[tuple[int, int, int], ...]
 
 
@@ -44,16 +44,17 @@ class ShortConv:
         before = pages.index_select(0, at.read).to(x.dtype)
         after = torch.empty_like(before)
         out = torch.empty_like(x)
-        rows, tokens = at.single
-        if len(rows):
-            inputs = torch.cat((before.index_select(0, rows), x.index_select(0, tokens).unsqueeze(1)), 1)
-            out.index_copy_(0, tokens, _convolve(inputs, weight, bias)[:, 0].to(x.dtype))
-            after.index_copy_(0, rows, inputs[:, 1:])
+        for row, first, count in at.single:
+            rows, tokens = slice(row, row + count), slice(first, first + count)
+            inputs = torch.cat((before[rows], x[tokens].unsqueeze(1)), 1)
+            out[tokens] = _convolve(inputs, weight, bias)[:, 0].to(x.dtype)
+            after[rows] = inputs[:, 1:]
         for row, first, end in at.longer:
             inputs = torch.cat((before[row], x[first:end])).unsqueeze(0)
             out[first:end] = _convolve(inputs, weight, bias)[0].to(x.dtype)
             after[row] = inputs[0, end - first :]
-        pages.index_copy_(0, at.write, after.to(pages.dtype))
+        kept = torch.where((at.write > 0).view(-1, 1, 1), after, 0.0)  # a row that writes page 0 leaves no state
+        pages.index_copy_(0, at.write, kept.to(pages.dtype))
         return out
 
     def _layout(self, group: int, batch: StepBatch) -> _Layout:
@@ -77,14 +78,15 @@ def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _make_layout(batch: StepBatch, group: int) -> _Layout:
     table = batch.tables[group]
-    single: list[tuple[int, int]] = []
+    single: list[tuple[int, int, int]] = []
     longer: list[tuple[int, int, int]] = []
     first = 0
     for row, count in enumerate(batch.host_counts):
-        if count == 1:
-            single.append((row, first))
+        if count == 1 and single and single[-1][0] + single[-1][2] == row:
+            single[-1] = (*single[-1][:2], single[-1][2] + 1)
+        elif count == 1:
+            single.append((row, first, 1))
         else:
             longer.append((row, first, first + count))
         first += count
-    columns = torch.tensor(single, dtype=torch.int64, device=table.device).view(-1, 2)
-    return _Layout(table[:, 0].long(), table[:, 1].long(), (columns[:, 0], columns[:, 1]), tuple(longer))
+    return _Layout(table[:, 0].long(), table[:, 1].long(), tuple(single), tuple(longer))

@@ -82,8 +82,7 @@ class GptOssModel:
 
     def _attend(self, ops: Ops, x: Tensor, layer: GptOssLayer, spec: AttentionSpec, batch: StepBatch) -> Tensor:
         q, k, v = heads(ops, x, layer.qkv, spec)
-        q, k = ops.rope(q, batch.positions, self._rope), ops.rope(k, batch.positions, self._rope)
-        return ops.linear(ops.attention(q, k, v, spec, batch, layer.sinks), layer.output)
+        return ops.linear(ops.attention(q, k, v, spec, batch, layer.sinks, self._rope), layer.output)
 
     def logits(self, ops: Ops, hidden: Tensor) -> Tensor:
         return ops.logits(hidden, self._head)

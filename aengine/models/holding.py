@@ -25,10 +25,11 @@ _EIGHT_BITS = ("embed_tokens.weight", "lm_head.weight")
 
 
 class HeldCheckpoint:
-    """A checkpoint whose `quantised` follows `hold`. Implements `Checkpoint`."""
+    """A checkpoint whose `quantised` follows `hold`; `float8`: the file's fp8 weights stay such. Implements
+    `Checkpoint`."""
 
-    def __init__(self, inner: Checkpoint, hold: Hold) -> None:
-        self._inner, self._hold = inner, hold
+    def __init__(self, inner: Checkpoint, hold: Hold, *, float8: bool = False) -> None:
+        self._inner, self._hold, self._float8 = inner, hold, float8
         self._counts: Counter[str] = Counter()  # weights by what they are held as
 
     def names(self) -> frozenset[str]:
@@ -44,6 +45,8 @@ class HeldCheckpoint:
         if self._hold == "plain":
             return None
         part = self._inner.quantised(name)
+        if part is not None and part.floating and not self._float8:
+            part = None
         if part is None and self._hold != "stored" and name in self._inner.names() and fits(self._inner.shape(name)):
             part = fit(self._inner.tensor(name, torch.float32), self._bits(name))
         return self._counted(part)
@@ -58,10 +61,11 @@ class HeldCheckpoint:
 
     def _counted(self, part: Quantised | None) -> Quantised | None:
         if part is not None:
-            self._counts[f"{part.bits}-bit groups of {part.group}"] += part.codes.numel()
+            kind = "float8" if part.floating else f"{part.bits}-bit groups of {part.group}"
+            self._counts[kind] += part.codes.numel()
         return part
 
     def summary(self, dtype: str) -> str:
-        """One line: how many weights are integers of which kind; the others are of `dtype`."""
+        """One line: how many weights are integers or fp8, of which kind; the others are of `dtype`."""
         held = ", ".join(f"{count / 1e6:.1f} M in {kind}" for kind, count in self._counts.most_common())
         return f"weights: {held}, the others {dtype}" if held else f"weights: {dtype}"

@@ -90,8 +90,7 @@ def attend(ops: Ops, x: Tensor, layer: Layer, spec: AttentionSpec, rope: RopeTab
     q, k, v = heads(ops, x, layer.qkv, spec)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = ops.rms_norm(q, layer.q_norm, eps), ops.rms_norm(k, layer.k_norm, eps)
-    q, k = ops.rope(q, b.positions, rope), ops.rope(k, b.positions, rope)
-    return ops.linear(ops.attention(q, k, v, spec, b), layer.output)
+    return ops.linear(ops.attention(q, k, v, spec, b, rope=rope), layer.output)
 
 
 class LlamaModel:

@@ -108,7 +108,7 @@ def load_model(
     Peak memory: the weights plus one layer. `device`: where dense weights go, one by one as they are read.
     """
     config = load_config(files)
-    held = HeldCheckpoint(open_checkpoint(files, config), hold)
+    held = HeldCheckpoint(open_checkpoint(files, config), hold, float8=bool(getattr(ops, "holds_float8", False)))
     source: Checkpoint = held if device is None else PlacedCheckpoint(held, device)
     with _one_thread():
         model = MODELS[config.family].load(config, source, ops, dtype, progress)

@@ -1,6 +1,6 @@
 """Safetensors files whose linears are quantised, seen as a checkpoint of ordinary names.
 
-Owns: the choice of a packing for each weight; its integer and its dense form.
+Owns: the choice of a packing for each weight; its integer (or fp8) and its dense form.
 Does not know: config.json, the bytes of a packing, backends.
 Invariants: a weight without packing is read as it is, so modules that were left alone need no list. Integer and dense
 form of a weight have the same values.
@@ -16,7 +16,7 @@ from torch import Tensor
 from aengine.errors import ModelLoadError
 from aengine.kernels.quantised import Quantised
 from aengine.models.checkpoint import SafetensorsCheckpoint
-from aengine.models.packings import Codes, Packing
+from aengine.models.packings import Codes, Floats, Packing
 
 _WEIGHT = ".weight"
 _STORED = (".qweight", ".weight_packed")
@@ -41,11 +41,11 @@ class PackedCheckpoint:
         read = self._read(name)
         if read is None:
             return self._inner.tensor(name, dtype)
-        return (read.dense() if isinstance(read, Codes) else read).to(dtype)
+        return (read if isinstance(read, Tensor) else read.dense()).to(dtype)
 
     def quantised(self, name: str) -> Quantised | None:
         read = self._read(name)
-        return read.quantised() if isinstance(read, Codes) else None
+        return None if read is None or isinstance(read, Tensor) else read.quantised()
 
     def fitted(self, name: str, weight: Tensor) -> Quantised | None:
         return None
@@ -57,7 +57,7 @@ class PackedCheckpoint:
             return None
         return next(((packing, module) for packing in self._packings if packing.owns(self._inner, module)), None)
 
-    def _read(self, name: str) -> Codes | Tensor | None:
+    def _read(self, name: str) -> Codes | Floats | Tensor | None:
         found = self._packing(name)
         if found is None:
             return None

@@ -77,6 +77,24 @@ class Codes:
         return self.codes.float().sub_(self.zero.float()[:, index]).mul_(self.scale.float()[:, index])
 
 
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """Values code * scale. codes fp8 [out, in]; scale [out, 1], of any number type."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def quantised(self) -> Quantised | None:
+        """None for other types than e4m3."""
+        if self.codes.dtype is not torch.float8_e4m3fn:
+            return None
+        return Quantised(self.codes.contiguous(), self.scale.float().contiguous(), None, self.codes.shape[1], 8)
+
+    def dense(self) -> Tensor:
+        """fp32 [out, in]."""
+        return self.codes.float().mul_(self.scale.float())
+
+
 class Packing(Protocol):
     """One format. `module`: a weight's name without ".weight"."""
 
@@ -88,8 +106,8 @@ class Packing(Protocol):
         """[out, in], without reading the weight."""
         ...
 
-    def read(self, at: Stored, module: str) -> Codes | Tensor:
-        """Codes, or fp32 [out, in] where the format is no integer one."""
+    def read(self, at: Stored, module: str) -> Codes | Floats | Tensor:
+        """Codes, floats with a scale an output, or fp32 [out, in] where the format is neither."""
         ...
 
 
@@ -208,7 +226,7 @@ class Scaled:
     def shape(self, at: Stored, module: str) -> tuple[int, ...]:
         return at.stored_shape(module + ".weight")
 
-    def read(self, at: Stored, module: str) -> Codes | Tensor:
+    def read(self, at: Stored, module: str) -> Codes | Floats | Tensor:
         weight, scale = at.stored(module + ".weight"), self._scale(at, module)
         out, size_in = weight.shape
         if scale.numel() == 1 or (scale.dim() == 1 and scale.numel() == out):
@@ -221,8 +239,9 @@ class Scaled:
         rows, columns = self.block or (1, max(1, size_in // scale.shape[1]))
         if scale.shape != (-(-out // rows), -(-size_in // columns)) and scale.shape != (out, 1):
             raise ModelLoadError(f"{module}.weight {tuple(weight.shape)} has scales {tuple(scale.shape)}")
-        if scale.shape != (out, 1):
-            scale = scale.repeat_interleave(rows, 0)[:out].repeat_interleave(columns, 1)[:, :size_in]
+        if scale.shape == (out, 1):
+            return Floats(weight, scale)
+        scale = scale.repeat_interleave(rows, 0)[:out].repeat_interleave(columns, 1)[:, :size_in]
         return weight.float().mul_(scale.float())
 
     def _scale(self, at: Stored, module: str) -> Tensor:

@@ -66,7 +66,8 @@ def test_gpu_check_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = run_bench("gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out))
     figures = json_line(done)["figures"]
-    assert figures["tiny_tokens"]["runs"] == 2
+    assert figures["tiny_tokens"]["runs"] == 2 + 1 + 2  # plain, fp8 pages, compiled
+    assert figures["tiny_tokens"]["failed"] == {}
     assert figures["tiny_tokens"]["wrong"] == 0
     assert figures["tiny_times"]["decode_3_eager"]["device_ms"] > 0
     assert json.loads(out.read_text())["figures"]["copies"] == figures["copies"]

@@ -13,6 +13,7 @@ from aengine import AsyncEngine, SamplingParams
 from aengine.errors import ConfigError
 from aengine.models.placing import place
 from tests.e2e.conftest import config, run_all
+from tests.e2e.test_recurrent import lfm2
 from tests.e2e.tiny import SIZES, Tiny, assert_follows, prompts
 from tests.runner.cuda.fake import FakeCuda
 from tests.runner.cuda.steady import SteadyOps
@@ -59,6 +60,29 @@ async def test_an_engine_on_the_fake_device_says_what_the_reference_says(tiny, d
     assert "kernels: steady" in lines
     assert any("CUDA graphs of up to 4 rows" in line for line in lines) == capture
     assert (devices[0].counts["replay"] > 0) == capture
+
+
+async def test_states_are_replayed_as_graphs_and_activations_are_measured(devices, tmp_path):
+    """Padding rows write page 0 of the states, which stays zero."""
+    tiny = Tiny(lfm2(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]), tmp_path)
+    made = config(
+        model=str(tiny.folder), dtype="float32", device="cuda", attention_backend="reference", max_model_len=64,
+        max_num_seqs=6, kv_bytes=2**18, max_batched_tokens=32,
+    )  # fmt: skip
+    sampling = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 4, 12)]
+    async with AsyncEngine(made) as engine:
+        assert_follows(await asyncio.wait_for(run_all(engine, prompts([5, 20, 40]), sampling), 60), tiny)
+        sizes = dict(engine.report.ledger)
+    assert devices[0].counts["replay"] > 0
+    assert sizes["activations"] > devices[0].peak_bytes
+
+
+async def test_fp8_pages_need_a_device_that_reads_them(tiny, devices, monkeypatch):
+    monkeypatch.setattr(FakeCuda, "version", (8, 0))
+    made = config(model=str(tiny.folder), device="cuda", kv_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"kv_dtype fp8 needs compute capability 8\.9; this device has 8\.0"):
+        async with AsyncEngine(made):
+            pass
 
 
 async def test_a_device_that_is_too_small_is_refused_with_the_numbers(tiny, devices):

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aengine.errors import NotSupported
 from aengine.kernels.native import Context, NativeOps, Unavailable, build, load_library
 from aengine.kernels.ops import (
     AttentionSpec,
@@ -36,9 +37,17 @@ from aengine.kernels.ops import (
 from aengine.kernels.quantised import Quantised
 from aengine.kernels.reference import ReferenceOps
 from tests.kernels.native.conftest import ISAS
-from tests.kernels.native.paged import Pages, dense_attention, make_batch, make_spec, random_sequence, step_inputs
+from tests.kernels.native.paged import (
+    Pages,
+    dense_attention,
+    make_batch,
+    make_spec,
+    random_sequence,
+    rotated,
+    step_inputs,
+)
 
-F32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
+F32, BF16, INT8, E4M3 = torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton"] if INTERPRETED else ["reference", *ISAS] + ["triton"] * torch.cuda.is_available()
 TOLERANCE = {F32: 2e-5, BF16: 2**-6}
@@ -99,8 +108,9 @@ def check_attention(
     dtype: torch.dtype = F32,
     kv_dtype: torch.dtype | None = None,
     sinks: Tensor | None = None,
+    half: int = 0,
 ) -> None:
-    """rows: (sequence, start, count). Sequences before `start` are in their pages."""
+    """rows: (sequence, start, count). Sequences before `start` are in their pages. `half`: the attention rotates."""
     kv_dtype = kv_dtype or dtype
     lengths = [1 + max(start + count for row, start, count in rows if row == i) for i in range(len(rows))]
     sequences = [random_sequence(length, spec, dtype, seed) for seed, length in enumerate(lengths)]
@@ -109,7 +119,14 @@ def check_attention(
         pages.fill(row, sequences[row], start)
     batch = moved_batch(make_batch(pages, rows), ops)
     q, k, v = (moved(x, ops) for x in step_inputs(sequences, rows))
-    got = ops.attention(q, k, v, spec, batch, None if sinks is None else moved(sinks, ops))
+    rope = None
+    if half:
+        sequences, table = rotated(sequences, half)
+        rope = RopeTable(moved(table.cos, ops), moved(table.sin, ops))
+        for row, start, _ in rows:
+            pages.fill(row, sequences[row], start)
+        batch = moved_batch(make_batch(pages, rows), ops)
+    got = ops.attention(q, k, v, spec, batch, None if sinks is None else moved(sinks, ops), rope)
     want = [dense_attention(sequences[row], spec, kv_dtype, sinks, start)[:count] for row, start, count in rows]
     cut = INTERPRETED and kv_dtype is BF16  # the interpreter cuts fp32 off where the device rounds
     near(got, torch.cat(want), BF16 if cut else dtype)
@@ -137,6 +154,28 @@ def test_grouped_heads(ops: Ops, heads: int, kv_heads: int, dim: int) -> None:
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, BF16), (F32, INT8), (BF16, INT8), (F32, BF16)])
 def test_element_types(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check_attention(ops, make_spec(4, 2, 16), [(0, 0, 11), (1, 40, 1), (2, 15, 2)], 8, dtype, kv_dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_pages_of_fp8(ops: Ops, dtype: torch.dtype) -> None:
+    """What is beyond their range is kept as their greatest value."""
+    spec, rows, one = make_spec(4, 2, 16), [(0, 0, 11), (1, 40, 1), (2, 15, 2)], make_spec(1, 1, 16)
+    if ops.name.startswith("native"):
+        with pytest.raises(NotSupported, match="float8"):
+            check_attention(ops, spec, rows, 8, dtype, E4M3)
+        return
+    check_attention(ops, spec, rows, 8, dtype, E4M3)
+    batch = moved_batch(make_batch(Pages([1], one, E4M3, page_tokens=4, seed=0), [(0, 0, 1)]), ops)
+    x = moved(torch.tensor([1e4, -1e4, 448.0, 0.3], dtype=dtype).repeat(4).view(1, 1, 16), ops)
+    assert ops.attention(x, x, x, one, batch).view(-1)[:4].tolist() == [448.0, -448.0, 448.0, 0.3125]
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, F32), (BF16, BF16), (F32, INT8)])
+@pytest.mark.parametrize("half", [8, 5])
+def test_rotation_within_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, half: int) -> None:
+    """Of all of a head's elements, or of its first."""
+    rows = [(0, 0, 11), (1, 40, 1), (2, 15, 2)]
+    check_attention(ops, make_spec(6, 2, 16), rows, 8, dtype, kv_dtype, half=half)
 
 
 def test_sinks(ops: Ops) -> None:
@@ -338,6 +377,7 @@ def test_short_convolutions(ops: Ops, dtype: torch.dtype, rows: list[int]) -> No
     order = torch.tensor([3, 8, 1, 5][: len(rows)], dtype=torch.int32)
     tables, offsets = torch.stack((order.roll(1), order), 1), torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
     tables[0, 0] = 0
+    tables[3:, 1] = 0  # a fourth row leaves no state
     x, weight, bias = torch.randn(sum(rows), dim).to(dtype), torch.randn(taps, dim), torch.randn(dim)
 
     def batch(pages: Tensor, tables: Tensor, offsets: Tensor) -> StepBatch:
@@ -355,6 +395,7 @@ def test_short_convolutions(ops: Ops, dtype: torch.dtype, rows: list[int]) -> No
     else:
         assert torch.equal(got.cpu(), want)
     assert torch.equal(there.cpu(), here)
+    assert not here[0].any()
 
 
 def test_a_plain_formula_agrees_with_the_gates(ops: Ops) -> None:

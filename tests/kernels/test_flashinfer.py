@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +22,7 @@ from aengine.errors import ConfigError
 from aengine.kernels import cuda_ops as choice
 from aengine.kernels.cuda_ops import cuda_ops, importable
 from aengine.kernels.flashinfer import FlashInferOps, rows_of
-from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
+from aengine.kernels.ops import AttentionSpec, LayerKV, RopeTable, StepBatch
 from aengine.kernels.reference import ReferenceOps
 
 PAGE, COLUMNS, CPU = 4, 12, torch.device("cpu")
@@ -164,6 +165,33 @@ def test_captured_plans_use_fixed_buffers_and_the_true_lengths():
     ops.plan_captured(mine)
     assert ops._captured[3, next(iter(ops._int_workspaces))] is wrapper
     assert wrapper.told["indptr"].tolist() == [0, 1, 4, 10]
+
+
+def test_pages_of_fp8_and_rotation_within():
+    """Over a backend that rotates and writes in one call, that call; over another its rotation and plain writes."""
+    spec = AttentionSpec(0, 0, 4, 2, 64, 0.125)
+    angles = torch.rand(64, 32) * 6
+    rope, stored = RopeTable(angles.cos(), angles.sin()), []
+
+    class Storing(ReferenceOps):
+        def rotate_and_store(self, q, k, v, spec, batch, rope):
+            stored.append(spec.layer)
+            self.attention(q, k, v, spec, batch, rope=rope)
+            return self.rope(q, batch.positions, rope)
+
+    for base in (ReferenceOps(), Storing()):
+        batches, (q, k, v) = world((3, 9), (1, 2), spec)
+        mine, theirs = (
+            replace(one, kv=(LayerKV(*(part.to(torch.float8_e4m3fn) for part in (one.kv[0].k, one.kv[0].v))),))
+            for one in batches
+        )
+        ops = FlashInferOps(base, CPU, library=Library, capturing=lambda: False)
+        got, want = ops.attention(q, k, v, spec, mine, rope=rope), base.attention(q, k, v, spec, theirs, rope=rope)
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+        told = next(given for _, method, given in reversed(Wrapper.calls) if method == "plan")
+        assert (told["kv_data_type"], told["q_data_type"]) == (torch.float8_e4m3fn, torch.bfloat16)
+        torch.testing.assert_close(mine.kv[0].k.float(), theirs.kv[0].k.float(), equal_nan=True)
+    assert stored == [0]
 
 
 def test_what_it_cannot_do_goes_to_the_other_backend():

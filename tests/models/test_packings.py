@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aengine.errors import ModelLoadError
 from aengine.kernels.reference import ReferenceOps
 from aengine.models import loader
+from aengine.models.holding import HeldCheckpoint
 from aengine.models.quant_method import quant_method
 from tests.models import packers
 from tests.models.packers import Module
@@ -60,11 +61,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
         {"quant_method": "fp8", "weight_block_size": [16, 16]}, lambda w: packers.float_quantized(w, scales="block"),
     ),
 }  # fmt: skip
-DENSE_ONLY = ("float-8-tensor", "float-8-channel", "fp8-block")
+DENSE_ONLY = ("fp8-block",)
 TINY = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 64, "num_hidden_layers": 2,
     "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+
+
+class Float8Ops(ReferenceOps):
+    holds_float8 = True
 
 
 def folder_of(path, settings, tensors):
@@ -98,6 +103,10 @@ def test_weights_mean_what_the_format_says(name, tmp_path, hf_files):
     else:
         assert part is not None
         assert part.bits == (8 if "8" in name else 4)
+        assert part.floating == name.startswith("float")
+        held = HeldCheckpoint(checkpoint, "stored").quantised("m.weight")
+        assert (held is None) == part.floating
+        assert HeldCheckpoint(checkpoint, "stored", float8=True).quantised("m.weight") is not None
         assert torch.equal(part.dequantise(), wanted)
     # A module that was left alone is read as it is.
     assert checkpoint.quantised("plain.weight") is None
@@ -120,7 +129,8 @@ def test_groups_that_are_no_runs_are_brought_together_if_of_one_size(tmp_path, h
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq-4-32", "gptq-act-order", "gptq-8", "awq", "pack-4-zero-points", "int-8", "fp8-block"]
+    "name",
+    ["gptq-4-32", "gptq-act-order", "gptq-8", "awq", "pack-4-zero-points", "int-8", "fp8-block", "float-8-channel"],
 )
 def test_a_whole_model_equals_transformers_with_the_same_weights(name, tmp_path, hf_files, full_logits):
     settings, pack = FORMATS[name]
@@ -143,10 +153,11 @@ def test_a_whole_model_equals_transformers_with_the_same_weights(name, tmp_path,
         wanted = model(torch.tensor([ids])).logits[0]
     lines: list[str] = []
     for hold in ("plain", "stored"):
-        ours = loader.load_model(files, ReferenceOps(), torch.float32, hold=hold, tell=lines.append)
+        ours = loader.load_model(files, Float8Ops(), torch.float32, hold=hold, tell=lines.append)
         assert torch.allclose(full_logits(ours, ids), wanted, atol=2e-5), hold
     assert lines[0] == "weights: float32"
     assert ("M in" in lines[1]) == (name not in DENSE_ONLY)
+    assert ("float8" in lines[1]) == name.startswith("float")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ Invariants: tokens are derived from the KV that the kernel finds when it runs, t
 from __future__ import annotations
 
 import random
+from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -38,10 +40,23 @@ class HashModel:
             sim, ids, positions = self._sim, batch.ids.numpy(), batch.positions.numpy()
             sim.tables = [table.numpy() for table in batch.tables]
             rows = np.searchsorted(batch.row_offsets.numpy()[1:], np.arange(len(ids)), "right")
+            count = len(sim.tables[0])
+            starts = batch.context.numpy() - np.diff(batch.row_offsets.numpy())
+            plan = SimpleNamespace(slots=np.arange(count), starts=starts)
+            inputs = [ids[rows == row] for row in range(count)]
+            for group, states in sim._states.items():
+                states.run(plan, sim.tables[group], inputs)
             for group, kv, table in zip(sim._groups, sim._kv, sim.tables, strict=True):
+                if group.state:
+                    continue
                 pages = table[rows, positions // group.page_tokens]
                 kv[pages, positions % group.page_tokens] = np.where(pages == 0, _UNWRITTEN, ids)
-            out[:, 0] = torch.tensor([sim._next(row, at, 0, []) for row, at in zip(rows, positions, strict=True)])
+            out[:, 0] = torch.tensor(
+                [next_of(row, at, at + 1 - starts[row]) for row, at in zip(rows, positions, strict=True)]
+            )
+
+        def next_of(row, position, computed):
+            return self._sim._next(row, position, 0, [s.after(row, computed) for s in self._sim._states.values()])
 
         self._device.enqueue(kernel)
         return out
@@ -65,7 +80,8 @@ class CudaDevice:
         _, groups = make_pool(setting)
         sim = SimExecutor(groups, max_seqs=setting.seqs, max_tokens=setting.max_tokens, vocab=VOCAB)
         self._kv = [torch.from_numpy(kv) for kv in sim._kv]
-        columns = [-(-setting.max_tokens // group.page_tokens) for group in groups]
+        columns = [2 if group.state else -(-setting.max_tokens // group.page_tokens) for group in groups]
+        self._states = sim._states
         self.executor = kind.get("executor", CudaExecutor)(
             stream, HashModel(sim, self.fake), HashOps(), (), columns, setting.seqs, setting.max_tokens,
             move=self._move, staging=kind.get("staging", CudaStaging)(self.fake, STAGING_SETS),
@@ -77,6 +93,9 @@ class CudaDevice:
 
     def _move(self, moves):
         for move in moves:
+            if move.group in self._states:
+                self.fake.enqueue(partial(self._states[move.group].move, move.source, move.target))
+                continue
             pages = self._kv[move.group]
             pages[move.target].copy_(pages[move.source])
             pages[move.source].fill_(_UNWRITTEN)

@@ -18,10 +18,12 @@ KINDS = [
     dataclasses.replace(BASE, draft=1.0, pages=24),
     dataclasses.replace(BASE, fail=0.05, fail_row=0.05, pages=24),
     dataclasses.replace(BASE, chunk=8, slab=3, pages=36, turns=0.5),
+    dataclasses.replace(BASE, state=4, pages=36),
+    dataclasses.replace(BASE, state=8, pages=30, abort=0.15),
 ]
 
 
-@pytest.mark.parametrize(("depth", "kinds"), [(0, 2), (1, 5), (2, 7)])
+@pytest.mark.parametrize(("depth", "kinds"), [(0, 2), (1, 5), (2, 9)])
 def test_tokens_do_not_depend_on_the_order_on_the_device(depth, kinds):
     """Every other episode replays its decode steps as graphs."""
     replays = zombies = 0

@@ -352,8 +352,17 @@ class NativeOps:
         return out
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        rope: RopeTable | None = None,
     ) -> Tensor:
+        if rope is not None:
+            q, k = self.rope(q, batch.positions, rope), self.rope(k, batch.positions, rope)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         q, k, v = _dense_last(q), _dense_last(k), _dense_last(v)
         if k.dtype is not q.dtype or v.dtype is not q.dtype:

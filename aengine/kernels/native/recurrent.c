@@ -56,7 +56,8 @@ static void conv_channels(const ae_short_conv_args *a, int64_t c0, int64_t c1)
         const int64_t begin = a->row_offsets[row], count = a->row_offsets[row + 1] - begin;
         for (int64_t t = 0; t < count; t++)
             bf16 ? conv_token(a, row, begin, t, c0, c1, 1) : conv_token(a, row, begin, t, c0, c1, 0);
-        for (int64_t i = 0; i < keep; i++) {
+        const int keeps = a->tables[row * a->table_stride + 1] != 0; /* page 0 stays zero */
+        for (int64_t i = 0; keeps && i < keep; i++) {
             const int64_t at = count - keep + i;
             const void *from = at < 0 ? a->before : a->x;
             const int64_t f = (at < 0 ? row * keep + keep + at : begin + at) * a->dim + c0;

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aengine.errors import NotSupported
-from aengine.kernels.ops import AttentionSpec, CrossBatch, LayerKV, StepBatch
+from aengine.kernels.ops import AttentionSpec, CrossBatch, LayerKV, RopeTable, StepBatch
 from aengine.kernels.triton.device.attention import decode_kernel, merge_kernel, prefill_kernel, write_kv_kernel
 from aengine.kernels.triton.launch import dense_last, on_device, power_of_two, widened
 
@@ -53,13 +53,14 @@ def geometry(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> 
     if dim * wide <= 128:
         prefill, keys = Tiles(128, 64, 8, 2), 64
     elif dim * wide <= 256:
-        prefill, keys = Tiles(64, 32, 8, 2), 32
+        prefill, keys = Tiles(32, 32, 4, 2), 32  # 64 rows by 8 warps spill on sm_100 with Triton 3.6
     else:
         prefill, keys = Tiles(32, 16, 8, 1), 16
     if kv_dtype is torch.int8:
-        prefill, keys = Tiles(min(prefill.rows, 64), prefill.keys, prefill.warps, prefill.stages), min(keys, 32)
+        prefill, keys = Tiles(min(prefill.rows, 64), min(keys, 32), prefill.warps, prefill.stages), min(keys, 32)
     least = power_of_two(group, _BLOCK_ROWS)
-    rows = Tiles(max(prefill.rows, least), prefill.keys, prefill.warps, prefill.stages)
+    warps = prefill.warps if least <= prefill.rows else 8
+    rows = Tiles(max(prefill.rows, least), prefill.keys, warps, prefill.stages)
     return Geometry(dim, rows, Tiles(least, keys, 4, 2), least // group)
 
 
@@ -75,19 +76,30 @@ class _Rows:
     max_context: int
 
 
-def write_kv(k: Tensor, v: Tensor, kv: LayerKV, spec: AttentionSpec, batch: StepBatch) -> None:
-    """k, v [T, kv_heads, head_dim] into the pages of their positions."""
+def write_kv(
+    q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, spec: AttentionSpec, batch: StepBatch, rope: RopeTable | None
+) -> Tensor:
+    """k, v [T, kv_heads, head_dim] into the pages of their positions; by `rope` k is rotated on its way -> q, rotated
+    likewise; q itself without rope."""
     if not len(k):
-        return
+        return q
     k, v = dense_last(k), dense_last(v)
     table = batch.tables[spec.group]
+    turned, half, cos, sin = None, 0, None, None
+    if rope is not None:
+        q, half = dense_last(q), rope.rotary_dim // 2
+        turned = q.new_empty(q.shape)
+        cos, sin = rope.cos.contiguous(), rope.sin.contiguous()
     write_kv_kernel[(len(k),)](
-        k, v, batch.positions, batch.row_offsets, batch.context, table, kv.k, kv.v, kv.k_scale, kv.v_scale,
-        len(batch.context), k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
+        q if turned is not None else None, turned, k, v, cos, sin, batch.positions, batch.row_offsets, batch.context,
+        table, kv.k, kv.v, kv.k_scale, kv.v_scale,
+        len(batch.context), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        table.stride(0),
         *kv.k.stride()[:3], *kv.v.stride()[:3], *_scale_strides(kv),
-        KV_HEADS=spec.kv_heads, D=spec.head_dim, BH=power_of_two(spec.kv_heads), BD=power_of_two(spec.head_dim),
-        PAGE=kv.page_tokens, enable_fp_fusion=False,
+        HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, HALF=half, BQ=power_of_two(spec.heads),
+        BH=power_of_two(spec.kv_heads), BD=power_of_two(spec.head_dim), PAGE=kv.page_tokens, enable_fp_fusion=False,
     )  # fmt: skip
+    return q if turned is None else turned
 
 
 def attend_positions(q: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None) -> Tensor:

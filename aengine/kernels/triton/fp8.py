@@ -17,7 +17,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 GREATEST = 448.0
-_ALIGN = 16  # torch._scaled_mm wants dimensions in multiples of it
+ALIGN = 16  # torch._scaled_mm wants dimensions in multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,14 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale.unsqueeze(1)).clamp_(-GREATEST, GREATEST).to(E4M3), scale
 
 
+def able(device: torch.device) -> bool:
+    """Whether the device multiplies fp8: compute capability 8.9 or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def multiplies(weight: Fp8Weight) -> bool:
-    """Whether the device multiplies this weight as fp8: compute capability 8.9 or newer, dimensions in 16s."""
-    device = weight.codes.device
-    if device.type != "cuda" or any(size % _ALIGN for size in weight.codes.shape):
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether the device multiplies this weight as fp8: it can, and dimensions are in 16s."""
+    return able(weight.codes.device) and not any(size % ALIGN for size in weight.codes.shape)
 
 
 def linear(x: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:

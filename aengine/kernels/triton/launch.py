@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from aengine.kernels.triton.device.search import find_row
+from aengine.kernels.uploads import uploaded
 
 # The interpreter multiplies bf16 matrices wrongly, so there (and only there) operands of products are widened first.
 INTERPRETED = not isinstance(find_row, triton.runtime.JITFunction)
@@ -28,9 +29,8 @@ def power_of_two(value: int, least: int = 1) -> int:
 
 
 def on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host values as a tensor, through pinned memory, so that no stream is waited for."""
-    held = torch.tensor(values, dtype=dtype)
-    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)
+    """Host values as a tensor, without waiting for a stream."""
+    return uploaded(torch.tensor(values, dtype=dtype), device)
 
 
 def dense_last(x: Tensor) -> Tensor:

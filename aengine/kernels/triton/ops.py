@@ -39,14 +39,16 @@ class TritonOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.holds_float8 = fp8.able(device)  # see `Quantised.floating`
         self._cross = CrossAttention()
         self._mixture = Mixture(device)
 
     # ---- linear ----
 
     def prepare(self, linear: Linear) -> Linear:
-        """Dense weights move to the device as they are. Quantised ones are packed there, or dequantised where their
-        groups are no multiple of 16 inputs. The result's `weight` is a meta tensor where it is packed."""
+        """Dense weights move to the device as they are. Quantised ones are packed there (fp8 stays fp8), or
+        dequantised where their groups are no multiple of 16 inputs. The result's `weight` is a meta tensor where it
+        is packed."""
         if linear.packed is not None:
             return linear
         shape = torch.empty(linear.weight.shape, dtype=linear.weight.dtype, device="meta")
@@ -57,7 +59,12 @@ class TritonOps:
             return Linear(shape.to(torch.bfloat16), bias, packed=kept)
         if not linear.parts:
             return Linear(linear.weight.to(self.device), bias)
-        if packed.packable(linear.parts):
+        floating = [part.floating for part in linear.parts]
+        if all(floating) and all(size % fp8.ALIGN == 0 for size in shape.shape):
+            codes = torch.cat([part.codes.view(torch.uint8) for part in linear.parts]).view(fp8.E4M3).to(self.device)
+            scale = torch.cat([part.scale[:, 0] for part in linear.parts]).to(self.device)
+            return Linear(shape, bias, packed=fp8.Fp8Weight(codes, scale, bias))
+        if not any(floating) and packed.packable(linear.parts):
             return Linear(shape, bias, packed=packed.pack(linear.parts, bias, self.device))
         weight = torch.cat([part.dequantise(linear.weight.dtype) for part in linear.parts])
         return Linear(weight.to(self.device), bias)
@@ -180,12 +187,25 @@ class TritonOps:
         return (x.float() * factors[positions].view(-1, 1, 1)).to(x.dtype)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks: Tensor | None = None,
+        rope: RopeTable | None = None,
     ) -> Tensor:
         """A row with context 0 is padding: nothing is written for it, and it gets zeros. Tokens behind the last row
         are padding too and get anything."""
-        write_kv(k, v, batch.kv[spec.layer], spec, batch)
+        q = self.rotate_and_store(q, k, v, spec, batch, rope)
         return attend_positions(q, spec, batch, None if sinks is None else sinks.float().contiguous())
+
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, batch: StepBatch, rope: RopeTable | None
+    ) -> Tensor:
+        """Write k and v into their pages, k rotated -> q, rotated: one launch."""
+        return write_kv(q, k, v, batch.kv[spec.layer], spec, batch, rope)
 
     def cross_attention(self, q: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
         assert batch.cross is not None

@@ -73,6 +73,15 @@ class DeviceApi(Protocol):
         """(free, total) bytes of the device."""
         ...
 
+    def capability(self) -> tuple[int, int]:
+        """The device's compute capability."""
+        ...
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """Run `work` to its end -> the most bytes of the device it held at once beside what was there before. At
+        start-up only."""
+        ...
+
 
 class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -136,3 +145,14 @@ class TorchCuda:
         torch.cuda.empty_cache()  # what loading left with the allocator is free
         free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
+
+    def capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.device)
+
+    def peak(self, work: Callable[[], object]) -> int:
+        self.settle()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        self.settle()
+        return torch.cuda.max_memory_allocated(self.device) - before

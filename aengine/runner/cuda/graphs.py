@@ -4,7 +4,8 @@ Owns: the sizes, the fixed inputs, the recording.
 Does not know: plans, sampling, which steps are replayed.
 Invariants: a replay computes what the same operations compute one by one; graphs change speed, never tokens. A step of
 R rows is replayed by the smallest graph of at least R: the rows behind R name the null slot, whose tables name the null
-pages, so they write where nobody reads. Recording happens at start-up only.
+pages, so they write where nobody reads (to page 0 of states, which must stay zero, ops write nothing). Recording
+happens at start-up only.
 
     inputs int32 [4, most]    given id | from relay? | slot | position      written before each replay
     outputs                   logits fp32 [rows, V], missing bool [rows]    overwritten by the next replay
@@ -20,7 +21,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from aengine.kernels.ops import LayerKV, Model, Ops, StepBatch
+from aengine.kernels.ops import LayerKV, LayerState, Model, Ops, StepBatch
 from aengine.runner.cuda.api import DeviceApi, Graph, Stream
 from aengine.runner.slot_state import SlotState
 
@@ -69,9 +70,10 @@ class DecodeGraphs:
         most: int,
         context: int,
         input_vocab: int,
+        states: Sequence[LayerState] = (),
     ) -> None:
         self._api, self._model, self._ops, self._state = api, model, ops, state
-        self._kv, self._context, self._input_vocab = tuple(kv), context, input_vocab
+        self._kv, self._states, self._context, self._input_vocab = tuple(kv), tuple(states), context, input_vocab
         self.sizes = graph_rows(most)
         self.null_slot = len(state.relay) - 1
         self._inputs = torch.zeros((4, most), dtype=torch.int32, device=api.device)
@@ -129,6 +131,7 @@ class DecodeGraphs:
             context=positions + 1,
             tables=tuple(table.index_select(0, slots) for table in self._state.tables),
             kv=self._kv,
+            states=self._states,
             max_context=max(starts) + 1,
             host_counts=(1,) * rows,
             host_starts=starts,

@@ -98,7 +98,7 @@ class DeviceSampler:
         if masks is not None:
             shaped[masks.rows] = True
         ruled = np.flatnonzero(shaped)
-        before = _faults(logits.index_select(0, self._upload(ruled)).amax(-1)) if ruled.size else None
+        before = faults_of(logits.index_select(0, self._upload(ruled)).amax(-1)) if ruled.size else None
         if masks is not None and len(masks.rows):
             self._apply_masks(logits, masks)
         self._apply_rules(logits, slots, positions, np.flatnonzero(by_rule))
@@ -163,7 +163,7 @@ class TorchChooser:
     def choose(self, logits: Tensor, slots: Int32s, positions: Int64s) -> tuple[Tensor, Tensor]:
         tokens = logits.argmax(-1)
         values = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        faults = _faults(values)
+        faults = faults_of(values)
         rows = np.flatnonzero(self._slots.temperature[slots] > 0.0)
         if not rows.size:
             return tokens, faults
@@ -213,7 +213,7 @@ def device_thresholds(z: Tensor, cuts: Cuts, upload: Upload) -> Tensor:
     return torch.where(columns[1] < 1.0, torch.maximum(floor, last), floor)
 
 
-def _faults(values: Tensor) -> Tensor:
+def faults_of(values: Tensor) -> Tensor:
     """int32 [N] from each row's greatest logit."""
     codes = torch.where(values.isnan(), NAN, torch.where(values > 0, INFINITE, MASKED))
     return torch.where(values.isfinite(), SOUND, codes).int()

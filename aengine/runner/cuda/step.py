@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, Ops, StepBatch, state_specs
+from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, Ops, StepBatch
 from aengine.runner.batch import SamplePoints, Tokens, lay_out, sample_points
 from aengine.runner.cuda.api import Event
 from aengine.runner.cuda.graphs import DecodeGraphs, Progress
@@ -103,16 +103,17 @@ class CudaExecutor:
         """Record decode steps as graphs where the model and its ops allow it -> a line for the report."""
         if not getattr(self._ops, "capturable", self._ops.name == "triton"):
             return f"steps are launched one operation at a time: {self._ops.name} kernels cannot be captured"
-        if state_specs(self._model) or self.state.media is not None:
-            return "steps are launched one operation at a time: the model has recurrent state or sees images"
         with self._stream.api.on(self._stream.compute):
             graphs = DecodeGraphs(
                 self._stream.api, self._model, self._ops, self.state, self._kv,
-                most=self._most, context=self._context, input_vocab=self._input_vocab,
+                most=self._most, context=self._context, input_vocab=self._input_vocab, states=self._states,
             )  # fmt: skip
         graphs.capture(self._stream.compute, progress)
         self._graphs = graphs
-        return f"decode steps are {len(graphs.sizes)} CUDA graphs of up to {graphs.sizes[-1]} rows; others run eagerly"
+        others = (
+            "others run eagerly" if self.state.media is None else "others, and those that see an image, run eagerly"
+        )
+        return f"decode steps are {len(graphs.sizes)} CUDA graphs of up to {graphs.sizes[-1]} rows; {others}"
 
     # ---- launching
 
@@ -208,7 +209,9 @@ class CudaExecutor:
         return sampling
 
     def _is_decode(self, staged: Staged) -> bool:
-        plan = staged.plan
+        plan, media = staged.plan, self.state.media
+        if media is not None and media.seen_by(plan.slots.tolist()):
+            return False
         one_each = bool((plan.counts == 1).all()) and len(staged.points.rows) == len(plan.slots)
         return one_each and bool((plan.samples == 1).all()) and not plan.prompt_logprobs and not staged.failed
 

@@ -9,12 +9,13 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
+from aengine.kernels.ops import AttentionSpec, LayerKV, RopeTable, StepBatch
+from aengine.kernels.reference import ReferenceOps
 from aengine.kernels.reference_attention import quantise
 
 
@@ -94,6 +95,18 @@ def held(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype).double()
     values, scale = quantise(x)
     return values.double() * scale.double().unsqueeze(-1)
+
+
+def rotated(sequences: list[Sequence_], half: int) -> tuple[list[Sequence_], RopeTable]:
+    """The sequences with q and k rotated, and by what."""
+    angles = torch.rand(max(sequence.length for sequence in sequences), half) * 6
+    table, reference = RopeTable(angles.cos(), angles.sin()), ReferenceOps()
+    turned = []
+    for one in sequences:
+        positions = torch.arange(one.length, dtype=torch.int32)
+        q, k = (reference.rope(x, positions, table) for x in (one.q, one.k))
+        turned.append(replace(one, q=q, k=k))
+    return turned, table
 
 
 def make_batch(pages: Pages, rows: Sequence[tuple[int, int, int]]) -> StepBatch:

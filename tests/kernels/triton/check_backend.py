@@ -156,6 +156,31 @@ def test_fp8_weights_are_turned_back_where_the_device_does_not_multiply_them(ops
     assert torch.equal(ops.logits(x, unit), F.linear(x, codes.float()))
 
 
+def test_fp8_parts_of_a_checkpoint_become_one_weight_of_the_devices_product(
+    ops: TritonOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every argument of the product, by a stand-in that multiplies what it is given."""
+    torch.manual_seed(2)
+    parts = []
+    for out in (32, 16):
+        codes, scale = fp8.quantise_rows(torch.randn(out, 48))
+        parts.append(Quantised(codes, scale.unsqueeze(1), None, 48, 8))
+    made = ops.prepare(Linear(torch.empty((48, 48), dtype=torch.bfloat16, device="meta"), None, tuple(parts)))
+    assert isinstance(made.packed, fp8.Fp8Weight)
+    dense, x = torch.cat([part.dequantise() for part in parts]), torch.randn(3, 48).bfloat16()
+
+    def product(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert (a.dtype, b.dtype, b.stride(0)) == (fp8.E4M3, fp8.E4M3, 1)
+        assert (scale_a.shape, scale_b.shape, scale_a.dtype) == ((3, 1), (1, 48), torch.float32)
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
+
+    monkeypatch.setattr(fp8, "multiplies", lambda weight: True)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    assert (ops.linear(x, made).float() - x.float() @ dense.T).abs().max() < 0.2 * 48**0.5
+    odd = Quantised(parts[1].codes[:9], parts[1].scale[:9], None, 48, 8)
+    assert ops.prepare(Linear(torch.empty((9, 48), device="meta"), None, (odd,))).packed is None
+
+
 def test_fp8_products_of_rounded_activations_are_near() -> None:
     """The arithmetic of the device's product, spelt out."""
     torch.manual_seed(1)

@@ -46,11 +46,12 @@ from aengine.kernels.triton import TritonOps, sampling
 from aengine.kernels.triton.relay import fill_ids
 
 CORES = {80: 163, 90: 227, 100: 227}  # compute capability -> KiB of shared memory one program may have
+FP8_CAPABILITY = 89
 NO_SPILLS = ("prefill_kernel", "decode_kernel", "merge_kernel", "packed_linear_kernel", "grouped_linear_kernel")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int8: "i8",
-    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
 }  # fmt: skip
 BF16, I32 = torch.bfloat16, torch.int32
 
@@ -120,22 +121,22 @@ def batch_of(counts: tuple[int, ...], context: int, kv: LayerKV | None = None, *
     )  # fmt: skip
 
 
-def attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, *, int8: bool = False, **kind: Any) -> None:
-    spec = AttentionSpec(0, 0, heads, kv_heads, dim, dim**-0.5, **kind)
-    pages = torch.empty((2, 16, kv_heads, dim), dtype=torch.int8 if int8 else BF16)
+def attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, *, pages_of: torch.dtype = BF16, **kind: Any) -> None:
+    spec, int8 = AttentionSpec(0, 0, heads, kv_heads, dim, dim**-0.5, **kind), pages_of is torch.int8
+    pages, angles = torch.empty((2, 16, kv_heads, dim), dtype=pages_of), torch.empty((8192, dim // 2))
     scales = (torch.empty((2, 16, kv_heads)),) * 2 if int8 else (None, None)
-    batch = batch_of((1, 300, 1), 8192, LayerKV(pages, pages, *scales))
+    batch = batch_of((1, 300, 1), 500 if int8 else 8192, LayerKV(pages, pages, *scales))
     q, k = torch.empty((302, heads, dim), dtype=BF16), torch.empty((302, kv_heads, dim), dtype=BF16)
-    ops.attention(q, k, k, spec, batch, torch.empty(heads) if kind.get("window") == 128 else None)
-    if int8:
-        ops.attention(q[:2], k[:2], k[:2], spec, batch_of((1, 1), 500, batch.kv[0]))
+    sinks = torch.empty(heads) if kind.get("window") == 128 else None
+    ops.attention(q, k, k, spec, batch, sinks, None if kind else RopeTable(angles, angles))
 
 
 def attention_steps(ops: TritonOps) -> None:
     attend(ops, 32, 8, 128)
     attend(ops, 8, 4, 256, window=512, softcap=50.0)
     attend(ops, 64, 8, 64, window=128)
-    attend(ops, 32, 8, 128, int8=True)
+    attend(ops, 32, 8, 128, pages_of=torch.int8)
+    attend(ops, 32, 8, 128, pages_of=torch.float8_e4m3fn)
     spec = AttentionSpec(0, 0, 32, 8, 128, 0.1, cross=True)
     pages = torch.empty((2, 16, 8, 128), dtype=BF16)
     item = CrossItem(torch.zeros(101, dtype=torch.int64), 1601)
@@ -218,7 +219,11 @@ def main() -> int:
         for launch in caught(lambda steps=steps: steps(ops)):
             name = launch.kernel.__name__
             line = f"{name:22} {launch.label():58}"
+            fp8 = any(kind == "*fp8e4nv" for _, kind in launch.signature)
             for capability, most in CORES.items():
+                if fp8 and capability < FP8_CAPABILITY:
+                    line += f" | sm_{capability:<3} has no fp8"
+                    continue
                 registers, spilled, shared = compiled(launch, capability)
                 count += 1
                 line += f" | sm_{capability:<3} {registers:3} regs {spilled:4} spilled {shared / 1024:5.1f} KiB"

@@ -87,6 +87,7 @@ class FakeCuda:
     """`DeviceApi`. `eager`: how likely an operation runs soon after it was enqueued."""
 
     device = torch.device("cpu")
+    version, peak_bytes = (9, 0), 2**20
 
     def __init__(self, seed: int = 0, eager: float = 0.3) -> None:
         self._rng, self._eager = random.Random(seed), eager
@@ -132,6 +133,14 @@ class FakeCuda:
             return FakeGraph(self, self.recording), made
         finally:
             self.recording = None
+
+    def capability(self) -> tuple[int, int]:
+        return self.version
+
+    def peak(self, work: Callable[[], object]) -> int:
+        work()
+        self.run_until(lambda: all(not stream.queue for stream in self.streams))
+        return self.peak_bytes
 
     def memory(self) -> tuple[int, int]:
         return 2**31, 2**31

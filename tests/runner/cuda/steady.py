@@ -20,7 +20,9 @@ class SteadyOps(ReferenceOps):
     name = "steady"
     capturable = True
 
-    def attention(self, q, k, v, spec, batch, sinks=None):
+    def attention(self, q, k, v, spec, batch, sinks=None, rope=None):
+        if rope is not None:
+            q, k = self.rope(q, batch.positions, rope), self.rope(k, batch.positions, rope)
         kv = batch.kv[spec.layer]
         page, count = kv.page_tokens, len(q)
         table = batch.tables[spec.group]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ast
+import inspect
+from dataclasses import dataclass, fields
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from aengine.runner.cuda.fused import FusedChooser
+from aengine.runner.cuda.fused import SAMPLING, FusedChooser
 from tests.runner.cuda.test_step import CudaBench, Row
 
 
@@ -34,6 +38,17 @@ def library(calls):
         return torch.where(greedy, logits.argmax(-1), logits.argmin(-1)).int()
 
     return SimpleNamespace(slot_parameters=slot_parameters, sample=sample, min_p_floor=lambda min_p: -2.0 * min_p)
+
+
+def test_the_stand_in_has_the_signatures_of_the_backends_sampling():
+    """Read from its source: importing it needs Triton."""
+    tree = ast.parse(Path(find_spec(SAMPLING).origin).read_text(encoding="utf-8"))
+    real = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stand_in = library([])
+    for name in ("sample", "slot_parameters", "min_p_floor"):
+        assert [one.arg for one in real[name].args.args] == list(inspect.signature(getattr(stand_in, name)).parameters)
+    columns = [node.target.id for node in real["SlotParameters"].body if isinstance(node, ast.AnnAssign)]
+    assert columns == [one.name for one in fields(Columns)]
 
 
 def test_an_executor_chooses_by_the_kernel():

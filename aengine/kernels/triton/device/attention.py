@@ -18,34 +18,52 @@ from aengine.kernels.triton.device.search import find_row
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds to an integer, ties to even
+LEAST_E4M3 = tl.constexpr(0.015625)  # 2^-6; below it e4m3 has multiples of 2^-9
+ROUND_E4M3 = tl.constexpr(24576.0)  # 1.5 * 2^14: rounds to those
 
 
 @triton.jit(do_not_specialize=["rows"])
 def write_kv_kernel(
-    k_ptr, v_ptr, positions_ptr, offsets_ptr, context_ptr, table_ptr, k_pages, v_pages, k_scale_ptr, v_scale_ptr,
-    rows, k_stride, k_stride_head, v_stride, v_stride_head, table_stride,
+    q_ptr, turned_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, offsets_ptr, context_ptr, table_ptr,
+    k_pages, v_pages, k_scale_ptr, v_scale_ptr,
+    rows, q_stride, q_stride_head, k_stride, k_stride_head, v_stride, v_stride_head, table_stride,
     k_page, k_token, k_head, v_page, v_token, v_head, s_page, s_token, s_head,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BQ: tl.constexpr,
+    BH: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One token's K and V. A token behind the last row, or at or behind its row's context, is padding."""
+    """One token's K and V. A token behind the last row, or at or behind its row's context, is padding.
+
+    With `turned`, q [HEADS, D] is rotated into it, and k on its way into the page; else cos and sin are None.
+    """
     token = tl.program_id(0)
-    row = find_row(offsets_ptr, token, rows, 1, 0)
+    d = tl.arange(0, BD)[None, :]
     position = tl.load(positions_ptr + token)
+    cos_from = None if cos_ptr is None else cos_ptr + position.to(tl.int64) * HALF
+    sin_from = None if sin_ptr is None else sin_ptr + position.to(tl.int64) * HALF
+    if turned_ptr is not None:
+        q_head = tl.arange(0, BQ)[:, None]
+        q_inside = (q_head < HEADS) & (d < D)
+        q_from = q_ptr + token.to(tl.int64) * q_stride + q_head * q_stride_head
+        q = _turned(q_from, d, q_inside, cos_from, sin_from, HALF)
+        tl.store(turned_ptr + (token.to(tl.int64) * HEADS + q_head) * D + d, q, mask=q_inside)
+    row = find_row(offsets_ptr, token, rows, 1, 0)
     if (token < tl.load(offsets_ptr + row + 1)) & (position < tl.load(context_ptr + row)):
         page = tl.load(table_ptr + row.to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
         place = position % PAGE
         head = tl.arange(0, BH)[:, None]
-        d = tl.arange(0, BD)[None, :]
         inside = (head < KV_HEADS) & (d < D)
-        k_from = k_ptr + token.to(tl.int64) * k_stride + head * k_stride_head + d
-        v_from = v_ptr + token.to(tl.int64) * v_stride + head * v_stride_head + d
-        k = tl.load(k_from, mask=inside, other=0.0)
-        v = tl.load(v_from, mask=inside, other=0.0)
+        k_from = k_ptr + token.to(tl.int64) * k_stride + head * k_stride_head
+        v_from = v_ptr + token.to(tl.int64) * v_stride + head * v_stride_head
+        if turned_ptr is not None:
+            k = _turned(k_from, d, inside, cos_from, sin_from, HALF)
+        else:
+            k = tl.load(k_from + d, mask=inside, other=0.0)
+        v = tl.load(v_from + d, mask=inside, other=0.0)
         k_at = k_pages + page * k_page + place * k_token + head * k_head + d
         v_at = v_pages + page * v_page + place * v_token + head * v_head + d
         if k_scale_ptr is None:
-            tl.store(k_at, k.to(k_pages.dtype.element_ty), mask=inside)
-            tl.store(v_at, v.to(v_pages.dtype.element_ty), mask=inside)
+            tl.store(k_at, _held(k, k_pages.dtype.element_ty), mask=inside)
+            tl.store(v_at, _held(v, v_pages.dtype.element_ty), mask=inside)
         else:
             s_at = page * s_page + place * s_token + tl.arange(0, BH) * s_head
             there = tl.arange(0, BH) < KV_HEADS
@@ -55,6 +73,32 @@ def write_kv_kernel(
             codes, scale = _quantise(v)
             tl.store(v_at, codes, mask=inside)
             tl.store(v_scale_ptr + s_at, scale, mask=there)
+
+
+@triton.jit
+def _held(x, dtype: tl.constexpr):
+    """x as pages of `dtype` hold it. For e4m3 it is cut off at its greatest value and rounded here, ties to even, so
+    that every conversion is exact (the interpreter's rounds ties up, and loses carries)."""
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < LEAST_E4M3, (x + ROUND_E4M3) - ROUND_E4M3, normal)
+    return x.to(dtype)
+
+
+@triton.jit
+def _turned(x_ptr, d, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
+    """Heads at x_ptr [heads, 1] + d, rotated: each element meets the one HALF away; those from 2 * HALF on stay."""
+    rotated = d < 2 * HALF
+    low = d < HALF
+    x = tl.load(x_ptr + d, mask=inside, other=0.0)
+    other = tl.load(x_ptr + tl.where(low, d + HALF, d - HALF), mask=inside & rotated, other=0.0).to(tl.float32)
+    angle = tl.where(low, d, d - HALF)
+    cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0)
+    wide = x.to(tl.float32)
+    return tl.where(rotated, tl.where(low, wide * cos - other * sin, wide * cos + other * sin).to(x.dtype), x)
 
 
 @triton.jit
