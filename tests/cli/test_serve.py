@@ -94,8 +94,9 @@ async def test_engine_and_server_are_put_together(monkeypatch, capsys):
     class Engine:
         report = FakeReport()
 
-        def __init__(self, config, *, on_phase, on_progress=None):
+        def __init__(self, config, *, on_phase, on_progress=None, own_process=False):
             assert config == EngineConfig()
+            assert own_process
             self.on_phase = on_phase
 
         async def start(self):
