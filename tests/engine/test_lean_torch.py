@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 from aengine.engine import lean_torch
@@ -23,6 +25,20 @@ assert len(vars(torch._meta_registrations)) > 100
 lean_torch.import_torch()
 print("done")
 """
+
+
+LATER = (
+    "from transformers.models.mllama.modeling_mllama import MllamaVisionModel",
+    "import torch._refs, torch._dynamo",
+    "import torch._decomp; assert len(torch._decomp.decomposition_table) > 500; import torch._dynamo",
+)
+
+
+@pytest.mark.parametrize("statement", LATER)
+def test_any_other_part_of_torch_may_be_imported_later(statement):
+    program = f"from aengine.engine.lean_torch import import_torch; import_torch(); {statement}; print('done')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
 
 
 def test_what_is_left_out_is_not_missed_and_can_be_had_later():
