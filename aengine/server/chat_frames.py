@@ -50,6 +50,9 @@ class ChatFrames:
         self._fixed = b"data: " + encode_json(fixed)[:-1]
         self._heads = [self._fixed + b',"choices":[{"index":%d,"delta":' % i for i in range(job.choices)]
         self._null_usage = b',"usage":null' if options.usage else b""
+        self._plain = not (options.logprobs or options.token_ids or options.running_usage)
+        self._before = [head + b'{"content":' for head in self._heads]
+        self._after = b'},"logprobs":null,"finish_reason":null}]' + self._null_usage + b"}\n\n"
 
     def opening(self) -> bytes:
         prompt = b""
@@ -64,6 +67,8 @@ class ChatFrames:
     idle_opening = opening
 
     def delta(self, delta: OutputDelta) -> bytes:
+        if self._plain and delta.finish_reason is None:
+            return self._before[delta.index] + encode_json(delta.text) + self._after if delta.text else b""
         shown = delta.text or (delta.token_ids and (self._options.logprobs or self._options.token_ids))
         data = self._content(delta) if shown else b""
         return data if delta.finish_reason is None else data + self._finish(delta)

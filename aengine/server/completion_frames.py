@@ -18,6 +18,8 @@ from aengine.server.jobs import Choice, Job
 from aengine.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from aengine.types import FinishReason, OutputDelta, TokenLogprob
 
+_NO_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOptions:
@@ -47,6 +49,9 @@ class CompletionFrames:
         self._progress = [_Progress(CompletionLogprobs(text, options.chunk.names)) for _ in range(job.choices)]
         self._fixed = b"data: " + encode_json(_fixed(job))[:-1]
         self._heads = [self._fixed + b',"choices":[{"index":%d,"text":' % i for i in range(job.choices)]
+        chunk = options.chunk
+        self._plain = not (chunk.logprobs or chunk.running_usage or options.scores_only)
+        self._after = b"}]" + (b',"usage":null' if chunk.usage else b"") + b"}\n\n"
 
     def opening(self) -> bytes:
         return b""
@@ -56,6 +61,8 @@ class CompletionFrames:
         return self._chunk(0, "")
 
     def delta(self, delta: OutputDelta) -> bytes:
+        if self._plain and delta.finish_reason is None and self._progress[delta.index].begun:
+            return self._text(delta)
         begun = self._begin(delta.index)
         text, ids, logprobs = delta.text, delta.token_ids, delta.logprobs
         if self._options.scores_only:
@@ -64,6 +71,14 @@ class CompletionFrames:
             return begun
         extras = self._extras(delta.index, ids, logprobs)
         return begun + self._chunk(delta.index, text, delta, extras)
+
+    def _text(self, delta: OutputDelta) -> bytes:
+        """The usual chunk, in few pieces: text, and ids if they are wanted."""
+        wants_ids = self._options.chunk.token_ids
+        if not delta.text and not (wants_ids and delta.token_ids):
+            return b""
+        ids = b',"token_ids":' + encode_json(delta.token_ids) if wants_ids else b""
+        return b"".join((self._heads[delta.index], encode_json(delta.text), _NO_END, ids, self._after))
 
     def closing(self) -> bytes:
         if not self._options.chunk.usage:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -70,6 +70,11 @@ class Job:
         await asyncio.gather(*self._pumps, return_exceptions=True)
         for stream in self.streams:
             await stream.aclose()
+
+    def tap(self, take: Callable[[OutputDelta], bool]) -> None:
+        """See `Stream.tap`. Several prompts are merged by tasks anyway, so they have none."""
+        if len(self.streams) == 1:
+            self.streams[0].tap(take)
 
     async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
         """Deltas of all choices until each has finished. Raises the typed error of the first choice that fails."""

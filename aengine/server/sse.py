@@ -1,9 +1,10 @@
 """Server-sent events: one response that streams frames.
 
-Owns: the headers, the opening frames, keep-alive comments, error frames.
+Owns: the headers, the opening frames, keep-alive comments, error frames; when a frame may go to the socket at once.
 Does not know: what is in a frame, the engine.
 Invariants: headers leave with the first frame, so an error before it is a plain HTTP error; the first bytes are never a
-comment; one write per call of `send`; the keep-alive task ends with the response.
+comment; one write per call of `send` or `put`; the keep-alive task ends with the response. After a write that filled
+the socket's buffer the handler waits until it is empty enough, and deltas merge behind it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from aengine.errors import AengineError
 from aengine.server.envelope import encode_json, error_object
@@ -62,6 +64,8 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()
         self._keeper: asyncio.Task[None] | None = None
+        self._writer: AbstractStreamWriter | None = None  # once the headers have left
+        self._chunked = False
 
     async def __aenter__(self) -> Self:
         self._keeper = asyncio.create_task(self._keep_alive())
@@ -77,14 +81,39 @@ class EventStream:
     async def send(self, frames: bytes) -> None:
         """Writes whole frames, after the opening if they are the first. Raises ConnectionError when the client left."""
         await self._write(frames if self.opened else self._opening() + frames)
+        if self._writer is not None and self._request.protocol.writing_paused:
+            await self._writer.drain()
+
+    @property
+    def direct(self) -> bool:
+        """Whether `put` may be called now: the stream is open, nobody writes, and the socket takes more."""
+        protocol = self._request.protocol
+        transport = protocol.transport
+        if self._writer is None or self._writing or transport is None:
+            return False
+        return not (protocol.writing_paused or transport.is_closing())
+
+    def put(self, frames: bytes) -> None:
+        """`send` while `direct`, from anywhere on the loop: what the response's own writer would do, without a task."""
+        assert self._writer is not None
+        transport = self._request.protocol.transport
+        assert transport is not None
+        data = b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames
+        transport.write(data)
+        self._writer.output_size += len(data)
+        self._last_s = self._loop.time()
 
     async def _write(self, data: bytes) -> None:
         self._writing = True
         try:
             if not self.opened:
                 self.opened = True
-                await self.response.prepare(self._request)
-            await self.response.write(data)
+                writer = await self.response.prepare(self._request)
+                await self.response.write(data)
+                self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+                self._writer = writer
+            else:
+                await self.response.write(data)
             self._last_s = self._loop.time()
         finally:
             self._writing = False
@@ -102,6 +131,16 @@ class EventStream:
 async def stream_job(request: web.Request, job: Job, frames: Frames, idle_s: float) -> web.StreamResponse:
     """Streams a job to its end. Errors before the first frame are raised; later ones become an error frame."""
     async with EventStream(request, frames.opening, frames.idle_opening, idle_s) as events:
+
+        def take(delta: OutputDelta) -> bool:
+            if not events.direct:
+                return False
+            data = frames.delta(delta)
+            if data:
+                events.put(data)
+            return True
+
+        job.tap(take)
         try:
             async with aclosing(job.deltas()) as deltas:
                 async for delta in deltas:
