@@ -22,6 +22,23 @@ PENDING_MAX = 256  # deltas of a choice, before they are merged: merging each at
 class RequestStream:
     """Async iterator of OutputDelta. Iterate once, or `aclose` it; leaving it unread keeps the request running."""
 
+    __slots__ = (
+        "_abort",
+        "_error",
+        "_first_ended",
+        "_on_finished",
+        "_pending",
+        "_take",
+        "_unfinished",
+        "_waiter",
+        "_waiting",
+        "cached_tokens",
+        "completion_tokens",
+        "prompt_ids",
+        "prompt_logprobs",
+        "request_id",
+    )
+
     def __init__(self, request_id: str, prompt_ids: list[int], n: int, abort: Callable[[], object]) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
@@ -34,6 +51,7 @@ class RequestStream:
         self._error: AengineError | None = None
         self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
+        self._waiting = False  # the reader waits for a delta, and nothing has woken it
         self._take: Callable[[OutputDelta], bool] | None = None
         self._on_finished: list[Callable[[], object]] = []
 
@@ -67,8 +85,7 @@ class RequestStream:
 
     def _taken(self, delta: OutputDelta, take: Callable[[OutputDelta], bool]) -> bool:
         """Whether the tap dealt with it; not asked when the reader is busy, or has something to read first."""
-        waiter = self._waiter
-        if waiter is None or waiter.done() or self._pending or (self.prompt_logprobs is not None and self._held()):
+        if not self._waiting or self._pending or (self.prompt_logprobs is not None and self._held()):
             return False
         try:
             return take(delta)
@@ -91,6 +108,7 @@ class RequestStream:
                 call()
 
     def _notify(self) -> None:
+        self._waiting = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -133,10 +151,12 @@ class RequestStream:
             if self._unfinished == 0:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
+            self._waiting = True
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+                self._waiting = False
         return _merged(self._pending.pop(next(iter(self._pending))))
 
 

@@ -93,6 +93,8 @@ class TextStream(Protocol):
 class ByteStream:
     """For byte-level vocabularies: a token of whole characters is its text (0.1 µs), others go into a UTF-8 decoder."""
 
+    __slots__ = ("_between", "_bytes", "_decoder", "_skipped", "_whole")
+
     def __init__(self, token_bytes: TokenBytes, skipped: frozenset[int]) -> None:
         self._bytes, self._skipped = token_bytes, skipped
         self._whole = token_bytes.whole

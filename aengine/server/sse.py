@@ -51,12 +51,29 @@ class Frames(Protocol):
 class EventStream:
     """An SSE response. `send` is for one task only; a full socket makes it wait, and nobody else."""
 
+    __slots__ = (
+        "_chunked",
+        "_idle_opening",
+        "_idle_s",
+        "_keeper",
+        "_last_s",
+        "_loop",
+        "_opening",
+        "_protocol",
+        "_request",
+        "_writer",
+        "_writing",
+        "opened",
+        "response",
+    )
+
     def __init__(
         self, request: web.Request, opening: Callable[[], bytes], idle_opening: Callable[[], bytes], idle_s: float
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self.opened = False
         self._request = request
+        self._protocol = request.protocol
         self._opening = opening
         self._idle_opening = idle_opening
         self._idle_s = idle_s
@@ -81,27 +98,23 @@ class EventStream:
     async def send(self, frames: bytes) -> None:
         """Writes whole frames, after the opening if they are the first. Raises ConnectionError when the client left."""
         await self._write(frames if self.opened else self._opening() + frames)
-        if self._writer is not None and self._request.protocol.writing_paused:
+        if self._writer is not None and self._protocol.writing_paused:
             await self._writer.drain()
 
     @property
     def direct(self) -> bool:
         """Whether `put` may be called now: the stream is open, nobody writes, and the socket takes more."""
-        protocol = self._request.protocol
-        transport = protocol.transport
-        if self._writer is None or self._writing or transport is None:
-            return False
-        return not (protocol.writing_paused or transport.is_closing())
+        return not self._writing and self._writer is not None and not self._protocol.writing_paused
 
     def put(self, frames: bytes) -> None:
-        """`send` while `direct`, from anywhere on the loop: what the response's own writer would do, without a task."""
-        assert self._writer is not None
-        transport = self._request.protocol.transport
-        assert transport is not None
-        data = b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames
-        transport.write(data)
-        self._writer.output_size += len(data)
-        self._last_s = self._loop.time()
+        """`send` while `direct`, from anywhere on the loop: what the response's own writer would do, without a task.
+
+        Nothing is written once the client has left; the handler hears of that by being cancelled.
+        """
+        transport = self._protocol.transport
+        if transport is not None:
+            transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames)
+            self._last_s = self._loop.time()
 
     async def _write(self, data: bytes) -> None:
         self._writing = True
