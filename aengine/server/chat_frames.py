@@ -32,8 +32,14 @@ class ChunkOptions:
     names: TokenTexts | None = None
 
 
+_AFTER = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+_AFTER_WITH_USAGE = b'},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+
+
 class ChatFrames:
     """The frames of one streamed chat."""
+
+    __slots__ = ("_after", "_before", "_fixed", "_heads", "_job", "_null_usage", "_options", "_plain", "_text")
 
     def __init__(self, job: Job, options: ChunkOptions, text: TokenTexts) -> None:
         self._job = job
@@ -52,7 +58,7 @@ class ChatFrames:
         self._null_usage = b',"usage":null' if options.usage else b""
         self._plain = not (options.logprobs or options.token_ids or options.running_usage)
         self._before = [head + b'{"content":' for head in self._heads]
-        self._after = b'},"logprobs":null,"finish_reason":null}]' + self._null_usage + b"}\n\n"
+        self._after = _AFTER_WITH_USAGE if options.usage else _AFTER
 
     def opening(self) -> bytes:
         prompt = b""

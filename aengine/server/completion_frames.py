@@ -43,6 +43,8 @@ class _Progress:
 class CompletionFrames:
     """The frames of one streamed completion."""
 
+    __slots__ = ("_after", "_fixed", "_heads", "_job", "_options", "_plain", "_progress", "_wants_ids")
+
     def __init__(self, job: Job, options: CompletionOptions, text: TokenTexts) -> None:
         self._job = job
         self._options = options
@@ -51,7 +53,8 @@ class CompletionFrames:
         self._heads = [self._fixed + b',"choices":[{"index":%d,"text":' % i for i in range(job.choices)]
         chunk = options.chunk
         self._plain = not (chunk.logprobs or chunk.running_usage or options.scores_only)
-        self._after = b"}]" + (b',"usage":null' if chunk.usage else b"") + b"}\n\n"
+        self._wants_ids = chunk.token_ids
+        self._after = b'}],"usage":null}\n\n' if chunk.usage else b"}]}\n\n"
 
     def opening(self) -> bytes:
         return b""
@@ -74,10 +77,9 @@ class CompletionFrames:
 
     def _text(self, delta: OutputDelta) -> bytes:
         """The usual chunk, in few pieces: text, and ids if they are wanted."""
-        wants_ids = self._options.chunk.token_ids
-        if not delta.text and not (wants_ids and delta.token_ids):
+        if not delta.text and not (self._wants_ids and delta.token_ids):
             return b""
-        ids = b',"token_ids":' + encode_json(delta.token_ids) if wants_ids else b""
+        ids = b',"token_ids":' + encode_json(delta.token_ids) if self._wants_ids else b""
         return b"".join((self._heads[delta.index], encode_json(delta.text), _NO_END, ids, self._after))
 
     def closing(self) -> bytes:

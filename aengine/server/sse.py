@@ -3,7 +3,7 @@
 Owns: the headers, the opening frames, keep-alive comments, error frames; when a frame may go to the socket at once.
 Does not know: what is in a frame, the engine.
 Invariants: headers leave with the first frame, so an error before it is a plain HTTP error; the first bytes are never a
-comment; one write per call of `send` or `put`; the keep-alive task ends with the response. After a write that filled
+comment; one write per call of `send` or `take`; the keep-alive task ends with the response. After a write that filled
 the socket's buffer the handler waits until it is empty enough, and deltas merge behind it.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Protocol, Self
@@ -53,12 +52,11 @@ class EventStream:
 
     __slots__ = (
         "_chunked",
-        "_idle_opening",
+        "_frames",
         "_idle_s",
         "_keeper",
         "_last_s",
         "_loop",
-        "_opening",
         "_protocol",
         "_request",
         "_writer",
@@ -67,15 +65,12 @@ class EventStream:
         "response",
     )
 
-    def __init__(
-        self, request: web.Request, opening: Callable[[], bytes], idle_opening: Callable[[], bytes], idle_s: float
-    ) -> None:
+    def __init__(self, request: web.Request, frames: Frames, idle_s: float) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self.opened = False
         self._request = request
         self._protocol = request.protocol
-        self._opening = opening
-        self._idle_opening = idle_opening
+        self._frames = frames
         self._idle_s = idle_s
         self._writing = False
         self._loop = asyncio.get_running_loop()
@@ -97,24 +92,26 @@ class EventStream:
 
     async def send(self, frames: bytes) -> None:
         """Writes whole frames, after the opening if they are the first. Raises ConnectionError when the client left."""
-        await self._write(frames if self.opened else self._opening() + frames)
+        await self._write(frames if self.opened else self._frames.opening() + frames)
         if self._writer is not None and self._protocol.writing_paused:
             await self._writer.drain()
 
-    @property
-    def direct(self) -> bool:
-        """Whether `put` may be called now: the stream is open, nobody writes, and the socket takes more."""
-        return not self._writing and self._writer is not None and not self._protocol.writing_paused
+    def take(self, delta: OutputDelta) -> bool:
+        """`send` of a delta's frames from anywhere on the loop, without a task; False, and nothing is done, unless the
+        stream is open, nobody writes, and the socket takes more.
 
-    def put(self, frames: bytes) -> None:
-        """`send` while `direct`, from anywhere on the loop: what the response's own writer would do, without a task.
-
-        Nothing is written once the client has left; the handler hears of that by being cancelled.
+        Writes what the response's own writer would write, and nothing once the client has left; the handler hears of
+        that by being cancelled.
         """
-        transport = self._protocol.transport
-        if transport is not None:
+        protocol = self._protocol
+        if self._writing or self._writer is None or protocol.writing_paused:
+            return False
+        frames = self._frames.delta(delta)
+        transport = protocol.transport
+        if frames and transport is not None:
             transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames)
             self._last_s = self._loop.time()
+        return True
 
     async def _write(self, data: bytes) -> None:
         self._writing = True
@@ -137,23 +134,14 @@ class EventStream:
             while True:
                 idle_s = self._loop.time() - self._last_s
                 if idle_s >= self._idle_s and not self._writing:
-                    await self._write(KEEP_ALIVE if self.opened else self._idle_opening())
+                    await self._write(KEEP_ALIVE if self.opened else self._frames.idle_opening())
                 await asyncio.sleep(self._idle_s - idle_s if idle_s < self._idle_s else self._idle_s)
 
 
 async def stream_job(request: web.Request, job: Job, frames: Frames, idle_s: float) -> web.StreamResponse:
     """Streams a job to its end. Errors before the first frame are raised; later ones become an error frame."""
-    async with EventStream(request, frames.opening, frames.idle_opening, idle_s) as events:
-
-        def take(delta: OutputDelta) -> bool:
-            if not events.direct:
-                return False
-            data = frames.delta(delta)
-            if data:
-                events.put(data)
-            return True
-
-        job.tap(take)
+    async with EventStream(request, frames, idle_s) as events:
+        job.tap(events.take)
         try:
             async with aclosing(job.deltas()) as deltas:
                 async for delta in deltas:
