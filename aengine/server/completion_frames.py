@@ -43,7 +43,7 @@ class _Progress:
 class CompletionFrames:
     """The frames of one streamed completion."""
 
-    __slots__ = ("_after", "_fixed", "_heads", "_job", "_options", "_plain", "_progress", "_wants_ids")
+    __slots__ = ("_after", "_fast", "_fixed", "_heads", "_job", "_options", "_plain", "_progress", "_wants_ids")
 
     def __init__(self, job: Job, options: CompletionOptions, text: TokenTexts) -> None:
         self._job = job
@@ -52,6 +52,7 @@ class CompletionFrames:
         self._fixed = b"data: " + encode_json(_fixed(job))[:-1]
         self._heads = [self._fixed + b',"choices":[{"index":%d,"text":' % i for i in range(job.choices)]
         chunk = options.chunk
+        self._fast = False  # every choice has begun, and chunks have nothing unusual
         self._plain = not (chunk.logprobs or chunk.running_usage or options.scores_only)
         self._wants_ids = chunk.token_ids
         self._after = b'}],"usage":null}\n\n' if chunk.usage else b"}]}\n\n"
@@ -64,7 +65,7 @@ class CompletionFrames:
         return self._chunk(0, "")
 
     def delta(self, delta: OutputDelta) -> bytes:
-        if self._plain and delta.finish_reason is None and self._progress[delta.index].begun:
+        if self._fast and delta.finish_reason is None:
             return self._text(delta)
         begun = self._begin(delta.index)
         text, ids, logprobs = delta.text, delta.token_ids, delta.logprobs
@@ -97,6 +98,7 @@ class CompletionFrames:
         if progress.begun:
             return b""
         progress.begun = True
+        self._fast = self._plain and all(each.begun for each in self._progress)
         options, stream = self._options, self._job.streams[index // self._job.n]
         extras: dict[str, Any] = {}
         if options.chunk.token_ids:
