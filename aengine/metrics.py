@@ -167,6 +167,11 @@ class Metrics:
         self._itl.observe(seconds / tokens, tokens)
         self._generation_tokens += tokens
 
+    def observe_itls(self, seconds: float, requests: int) -> None:
+        """A token came for each of `requests` requests, `seconds` after the one before."""
+        self._itl.observe(seconds, requests)
+        self._generation_tokens += requests
+
     def request_finished(self, reason: str, prompt_tokens: int, generated_tokens: int, e2e_s: float) -> None:
         self._finished[reason] += 1
         self._e2e.observe(e2e_s)

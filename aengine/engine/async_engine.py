@@ -27,7 +27,7 @@ from aengine.engine.gather import Gathered
 from aengine.engine.images import take_images
 from aengine.engine.intake import Intake
 from aengine.engine.output import Choice, OutputTask
-from aengine.engine.process import give_back_free_memory
+from aengine.engine.process import collect_seldom, give_back_free_memory
 from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
@@ -112,7 +112,9 @@ class AsyncEngine:
             asyncio.create_task(self._supervise(self._output.run), name="aengine-output"),
             asyncio.create_task(self._supervise(self._watch_lag), name="aengine-lag"),
         ]
-        if not self._own_process:  # else there is next to no garbage, and looking for it takes 0.1 s
+        if self._own_process:
+            collect_seldom()
+        else:  # in its own there is next to no garbage yet, and looking for it takes 0.1 s
             gc.collect()
         gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
         AsyncEngine._frozen += 1

@@ -3,7 +3,8 @@
 Owns: one `Choice` per running sequence: its detokeniser, stop strings, counters and stream.
 Does not know: pages, plans, HTTP.
 Invariants: tokens of a handle are handled in order; a stop-string hit ends the choice here and asks for an abort, and
-whatever the sequence still produces is ignored; a fault in one choice ends that choice only.
+whatever the sequence still produces is ignored; a fault in one choice ends that choice only. A large step is handled in
+turns of TURN_ROWS rows, between which the event loop does what else is due: the next step is launched in time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from aengine.engine.stops import StopStrings
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TURN_ROWS = 128  # about 1 ms with their writes
+
 
 class Choice:
     """One sequence on its way out. `index` is its place among the n choices of its request."""
@@ -44,6 +47,7 @@ class Choice:
         "handle",
         "index",
         "last_s",
+        "plain",
         "prompt_tokens",
         "sampling",
         "stops",
@@ -61,6 +65,7 @@ class Choice:
         self.detokenizer = detokenizer
         self.stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
         self.prompt_tokens = len(stream.prompt_ids)
+        self.plain = detokenizer is not None and not sampling.stop  # text goes out as it comes
         self.tokens = 0
         self.arrived_s = time.monotonic()
         self.first_s = 0.0
@@ -115,7 +120,8 @@ class OutputTask:
 
     async def run(self) -> None:
         while True:
-            self.handle(await self._queue.get())
+            for _ in self._turns(await self._queue.get()):
+                await asyncio.sleep(0)
 
     def fail_all(self, message: str) -> None:
         """The engine is dead: every open stream ends with an error."""
@@ -128,6 +134,11 @@ class OutputTask:
     # ---- one step's outputs
 
     def handle(self, outputs: StepOutputs) -> None:
+        """All of it at once."""
+        for _ in self._turns(outputs):
+            pass
+
+    def _turns(self, outputs: StepOutputs) -> Iterator[None]:
         now_s = time.monotonic()
         for admitted in outputs.admitted:
             choice = self._choices.get(admitted.handle)
@@ -137,17 +148,56 @@ class OutputTask:
         for handle, logprobs in outputs.prompt_logprobs:
             self._prompt_logprobs(handle, logprobs)
         finishes = {finish.handle: finish for finish in outputs.finished}
-        for i, (handle, token) in enumerate(zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True)):
-            choice = self._choices.get(handle)
-            if choice is not None:
-                self._token(choice, token, outputs.logprobs.get(i), finishes.get(handle), now_s)
+        handles, tokens = outputs.handles.tolist(), outputs.tokens.tolist()
+        for first in range(0, len(handles), TURN_ROWS):
+            if first:
+                yield
+            turn = slice(first, first + TURN_ROWS)
+            self._rows(handles[turn], tokens[turn], first, outputs.logprobs, finishes, now_s)
         for finish in outputs.finished:
             self._finish(finish)
 
-    def _token(
-        self, choice: Choice, token: int, logprobs: Logprobs | None, finish: Finish | None, now_s: float
+    def _rows(
+        self,
+        handles: list[int],
+        tokens: list[int],
+        first: int,
+        logprobs: Mapping[int, Logprobs],
+        finishes: Mapping[int, Finish],
+        now_s: float,
     ) -> None:
-        self._observe(choice, now_s)
+        """Row i stands at first + i in its step."""
+        choices = self._choices
+        since: dict[float, int] = {}  # when the tokens before came -> of how many rows: mostly one step, one entry
+        for i, (handle, token) in enumerate(zip(handles, tokens, strict=True), first):
+            choice = choices.get(handle)
+            if choice is None:
+                continue
+            if choice.tokens:
+                since[choice.last_s] = since.get(choice.last_s, 0) + 1
+            else:
+                choice.first_s = now_s
+                self._metrics.observe_first_token(now_s - choice.arrived_s)
+            choice.last_s = now_s
+            if choice.plain and handle not in finishes and i not in logprobs:
+                self._plain(choice, token)
+            else:
+                self._token(choice, token, logprobs.get(i), finishes.get(handle))
+        for last_s, rows in since.items():
+            self._metrics.observe_itls(now_s - last_s, rows)
+
+    def _plain(self, choice: Choice, token: int) -> None:
+        """`_token` where nothing is looked for: the usual case."""
+        assert choice.detokenizer is not None
+        choice.tokens += 1
+        try:
+            text = choice.detokenizer.step(token) or ""
+        except Exception as error:
+            self._fail(choice, error)
+            return
+        choice.stream.push(OutputDelta(choice.index, text, (token,)))
+
+    def _token(self, choice: Choice, token: int, logprobs: Logprobs | None, finish: Finish | None) -> None:
         hidden = finish is not None and finish.stop_id == token and not choice.sampling.include_stop_str_in_output
         try:
             text, hit = choice.text(token, hidden=hidden)
@@ -163,14 +213,6 @@ class OutputTask:
         self._account(choice, FinishReason.STOP)
         if finish is None:
             self._abort(choice.handle)
-
-    def _observe(self, choice: Choice, now_s: float) -> None:
-        if choice.tokens == 0:
-            choice.first_s = now_s
-            self._metrics.observe_first_token(now_s - choice.arrived_s)
-        else:
-            self._metrics.observe_itl(now_s - choice.last_s)
-        choice.last_s = now_s
 
     def _finish(self, finish: Finish) -> None:
         choice = self._choices.get(finish.handle)

@@ -1,22 +1,43 @@
 """The stream of one request's output, from the output task to whoever asked.
 
-Owns: `RequestStream`: pending deltas, merged when the reader lags.
+Owns: `RequestStream`: pending deltas, merged when the reader lags, and the tap that spares the reader a wake-up.
 Does not know: schedulers, HTTP.
-Invariants: at most one pending delta per choice, so a slow reader costs memory bounded by its own output; nothing is
-dropped or reordered within a choice; the last delta of a choice, and only it, has a finish_reason.
+Invariants: what is pending of a choice is read as one delta, and costs memory bounded by its text; nothing is
+dropped or reordered within a choice; the last delta of a choice, and only it, has a finish_reason. The tap is asked
+only while the reader waits and nothing is pending, and never for a last delta: it gets what the reader would get next.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import chain
 
 from aengine.errors import AengineError
-from aengine.types import FinishReason, OutputDelta, TokenLogprob
+from aengine.types import OutputDelta, TokenLogprob
+
+PENDING_MAX = 256  # deltas of a choice, before they are merged: merging each at once costs its whole text again
 
 
 class RequestStream:
     """Async iterator of OutputDelta. Iterate once, or `aclose` it; leaving it unread keeps the request running."""
+
+    __slots__ = (
+        "_abort",
+        "_error",
+        "_first_ended",
+        "_on_finished",
+        "_pending",
+        "_take",
+        "_unfinished",
+        "_waiter",
+        "_waiting",
+        "cached_tokens",
+        "completion_tokens",
+        "prompt_ids",
+        "prompt_logprobs",
+        "request_id",
+    )
 
     def __init__(self, request_id: str, prompt_ids: list[int], n: int, abort: Callable[[], object]) -> None:
         self.request_id = request_id
@@ -24,12 +45,14 @@ class RequestStream:
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self._pending: dict[int, OutputDelta] = {}
+        self._pending: dict[int, list[OutputDelta]] = {}  # by choice
         self._unfinished = n
         self._first_ended = False
         self._error: AengineError | None = None
         self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
+        self._waiting = False  # the reader waits for a delta, and nothing has woken it
+        self._take: Callable[[OutputDelta], bool] | None = None
         self._on_finished: list[Callable[[], object]] = []
 
     def on_finished(self, call: Callable[[], object]) -> None:
@@ -44,14 +67,31 @@ class RequestStream:
     # ---- written by the output task
 
     def push(self, delta: OutputDelta) -> None:
-        before = self._pending.get(delta.index)
-        self._pending[delta.index] = delta if before is None else _merge(before, delta)
         self.completion_tokens += len(delta.token_ids)
+        if self._take is not None and delta.finish_reason is None and self._taken(delta, self._take):
+            return
+        pending = self._pending.get(delta.index)
+        if pending is None:
+            self._pending[delta.index] = [delta]
+        else:
+            pending.append(delta)
+            if len(pending) == PENDING_MAX:
+                pending[:] = [_merged(pending)]
         if delta.finish_reason is not None:
             self._unfinished -= 1
             self._first_ended |= delta.index == 0
         self._notify()
         self._end()
+
+    def _taken(self, delta: OutputDelta, take: Callable[[OutputDelta], bool]) -> bool:
+        """Whether the tap dealt with it; not asked when the reader is busy, or has something to read first."""
+        if not self._waiting or self._pending or (self.prompt_logprobs is not None and self._held()):
+            return False
+        try:
+            return take(delta)
+        except Exception:  # the reader will meet the same delta, and the fault, in its own task
+            self._take = None
+            return False
 
     def fail(self, error: AengineError) -> None:
         """End the stream: the reader gets what is pending, then the error."""
@@ -68,6 +108,7 @@ class RequestStream:
                 call()
 
     def _notify(self) -> None:
+        self._waiting = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -93,6 +134,11 @@ class RequestStream:
     async def aclose(self) -> None:
         self.abort()
 
+    def tap(self, take: Callable[[OutputDelta], bool]) -> None:
+        """Offer deltas to `take` at once, on the event loop, while the reader waits in `__anext__`. True: it is dealt
+        with, and the reader goes on waiting; False: the reader gets it. Last deltas always go to the reader."""
+        self._take = take
+
     def __aiter__(self) -> RequestStream:
         return self
 
@@ -105,24 +151,27 @@ class RequestStream:
             if self._unfinished == 0:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
+            self._waiting = True
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._pending.pop(next(iter(self._pending)))
+                self._waiting = False
+        return _merged(self._pending.pop(next(iter(self._pending))))
 
 
-def _merge(before: OutputDelta, after: OutputDelta) -> OutputDelta:
-    logprobs = before.logprobs
-    if after.logprobs is not None:
-        logprobs = (before.logprobs or ()) + after.logprobs
-    reason: FinishReason | None = after.finish_reason
+def _merged(deltas: list[OutputDelta]) -> OutputDelta:
+    """Deltas of one choice, in their order, as one."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return OutputDelta(
-        before.index,
-        before.text + after.text,
-        before.token_ids + after.token_ids,
-        logprobs,
-        reason,
-        after.stop_reason,
-        after.error,
+        last.index,
+        "".join([delta.text for delta in deltas]),
+        tuple(chain.from_iterable([delta.token_ids for delta in deltas])),
+        tuple(chain.from_iterable(scored)) if scored else None,
+        last.finish_reason,
+        last.stop_reason,
+        last.error,
     )

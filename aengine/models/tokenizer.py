@@ -98,7 +98,7 @@ class Tokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._token_bytes.byte_level:
             return ByteStream(self._token_bytes, skipped)
-        return DecoderStream(self._backend, skipped)
+        return DecoderStream(self._backend, skipped, self._token_bytes)
 
     def render_chat(
         self,

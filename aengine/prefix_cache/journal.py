@@ -32,11 +32,10 @@ class Journal:
         entries.append((page, page.key, serial))
 
     def record_all(self, pages: list[Page], serial: int, step: int | None) -> None:
-        if step is None:
-            self.published += len(pages)
-            return
-        for page in pages:
-            self.record(page, serial, step)
+        self.published += len(pages)
+        if step is not None:
+            entries = self._steps.setdefault(step, [])
+            entries += [(page, page.key, serial) for page in pages if page.key is not None]
 
     def moved(self, page: Page, step: int) -> None:
         """`step` copies the page to the address it has now."""

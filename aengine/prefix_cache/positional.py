@@ -42,6 +42,12 @@ class PageRun:
             page.holder, page.index = self.serial, len(self.pages)
         self.pages.append(page)
 
+    def extend(self, pages: list[Page]) -> None:
+        serial = self.serial
+        for index, page in enumerate(pages, len(self.pages)):
+            page.holder, page.index = serial, index
+        self.pages += pages
+
     def unsent(self) -> bool:
         """Whether the device lacks table entries."""
         return self.sent < len(self.pages)
@@ -172,8 +178,7 @@ class PositionalRules:
         self, lease: Lease, run: PageRun, pages: list[Page], start: int, upto: int, step: int, parts: list[TablePart]
     ) -> int:
         """Append the pages taken, tell the device (`parts`), return the capacity in tokens."""
-        for page in pages:
-            run.append(page)
+        run.extend(pages)
         if run.unsent():
             parts.append(run.news())
         return len(run.pages) * self.page

@@ -4,7 +4,8 @@ Owns: the arrays, and the bookkeeping of launching and retiring rows on them.
 Does not know: queues, leases, policies.
 Invariants: for every running slot, computed <= scheduled <= expected, where `known` counts token ids on the host
 (prompt and output), `expected` also sampled tokens still in flight, `scheduled` positions launched and `computed`
-positions of retired steps. A free slot has handle -1 and nothing expected.
+positions of retired steps. A free slot has handle -1 and nothing expected. While `even` is positive every running row
+is ready to decode: nobody has come, gone or been paused since that was found out.
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ class Columns:
         self.mute = np.zeros(slots, np.bool_)  # results in flight are discarded
         self.structured = np.zeros(slots, np.bool_)  # a grammar rules the output
         self.settled = np.zeros(slots, np.int64)  # the last step whose sample was known before it was made
+        self.running = 0
+        self.even = 0  # in so many steps to come all running rows can decode; 0: it is not known
         self.drafting = np.zeros(slots, np.bool_)  # a draft row is in flight: its length is unknown until it retires
 
     def occupy(self, slot: int, request: Request, ids: Int32s, cached: int, *, structured: bool = False) -> None:
         """Give `slot` to a request whose first `cached` positions already have KV."""
         stops = request.rules.stop_ids
+        self.running += 1
+        self.even = 0
         self.handle[slot] = request.handle
         self.known[slot] = self.expected[slot] = len(ids)
         self.scheduled[slot] = self.computed[slot] = cached
@@ -59,18 +64,29 @@ class Columns:
         self.paused[slot] = self.mute[slot] = self.drafting[slot] = False
 
     def vacate(self, slot: int) -> None:
+        self.running -= 1
+        self.even = 0
         self.handle[slot] = -1
         self.structured[slot] = False
         self.known[slot] = self.expected[slot] = self.scheduled[slot] = 0  # nothing to do, so never planned
+
+    def pause(self, slot: int, *, mute: bool = False) -> None:
+        """No more steps for the row; `mute`: nor anything that is in flight for it."""
+        self.even = 0
+        self.paused[slot] = True
+        if mute:
+            self.mute[slot] = True
 
     def launched(self, plan: StepPlan) -> None:
         slots = plan.slots
         self.last_step[slots] = plan.step
         if plan.decodes == len(slots):
+            self.even = max(self.even - 1, 0) if len(slots) == self.running else 0
             scheduled = plan.starts + 1
             self.scheduled[slots] = scheduled
             self.expected[slots] = scheduled + 1
             return
+        self.even = 0
         self.scheduled[slots] = plan.starts + plan.counts
         self.expected[slots] += plan.samples > 0
         self.drafting[slots] = plan.samples > 1

@@ -21,18 +21,11 @@ if TYPE_CHECKING:
 
 
 def plan_decodes(scheduler: Scheduler, build: PlanBuilder) -> None:
-    c, order = scheduler.columns, scheduler.order
-    left = c.expected - c.scheduled
-    going = ~c.paused
-    ready = (left == 1) & (c.expected < c.limit) & going
-    build.unfed = bool(np.count_nonzero(left > 1))
-    if scheduler.drafter is not None:
-        ready &= ~c.drafting & (c.expected == c.known)  # a draft needs to know the last token
-    mask = ready[order]
-    rows = int(np.count_nonzero(mask))
-    slots = order if rows == len(order) else order[mask]
-    if rows >= build.left:
-        slots = slots[: _decode_room(scheduler, mask, ((left > 1) & going)[order], build.left)]
+    c = scheduler.columns
+    if c.even:
+        slots, build.unfed = scheduler.order, False
+    else:
+        slots = _ready_rows(scheduler, build)
     if scheduler.drafter is not None:
         slots = _plan_drafts(scheduler, slots, build)
     starts = c.scheduled[slots]
@@ -43,6 +36,27 @@ def plan_decodes(scheduler: Scheduler, build: PlanBuilder) -> None:
             slots = slots[~np.isin(slots, lacking)]
             starts = c.scheduled[slots]
     build.decode(slots, starts)
+
+
+def _ready_rows(scheduler: Scheduler, build: PlanBuilder) -> Int64s:
+    """Slots with one token to compute and room for the next, oldest first, as many as the budget holds."""
+    c, order = scheduler.columns, scheduler.order
+    left = c.expected - c.scheduled
+    going = ~c.paused
+    ready = (left == 1) & (c.expected < c.limit) & going
+    build.unfed = bool(np.count_nonzero(left > 1))
+    if scheduler.drafter is not None:
+        ready &= ~c.drafting & (c.expected == c.known)  # a draft needs to know the last token
+    mask = ready[order]
+    rows = int(np.count_nonzero(mask))
+    if rows >= build.left:
+        room = _decode_room(scheduler, mask, ((left > 1) & going)[order], build.left)
+        return np.asarray(order[mask][:room])
+    if rows < len(order):
+        return np.asarray(order[mask])
+    if rows and scheduler.drafter is None:
+        c.even = int((c.limit - c.expected)[order].min())
+    return order
 
 
 def _decode_room(scheduler: Scheduler, ready: Bools, unfed: Bools, budget: int) -> int:

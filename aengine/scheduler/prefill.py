@@ -133,7 +133,7 @@ def _start(scheduler: Scheduler, sequence: Sequence, lease: Lease) -> None:
     c.commit_at[slot] = scheduler.cache.next_commit(lease, lease.cached_tokens)
     at = bisect.bisect(scheduler.keys, sequence.key)
     scheduler.keys.insert(at, sequence.key)
-    scheduler.order = np.insert(scheduler.order, at, slot)
+    scheduler.order = np.concatenate([scheduler.order[:at], [slot], scheduler.order[at:]])
     scheduler.setups.append(_setup(scheduler, sequence))
     scheduler.tell(slot, lease.deltas())
     scheduler.media.start(slot, sequence.request, lease)

@@ -128,7 +128,7 @@ class Scheduler:
         sequence.aborted = True
         self._leaving.append(sequence)
         if sequence.slot >= 0:
-            self.columns.paused[sequence.slot] = self.columns.mute[sequence.slot] = True
+            self.columns.pause(sequence.slot, mute=True)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
@@ -271,7 +271,7 @@ class Scheduler:
             assert victim.lease is not None
             if build.has_row(slot):  # a draft row of this very step: it goes when the step has retired
                 less = tuple(map(add, less, self.cache.reclaimable_pages(victim.lease)))
-                self.columns.paused[slot] = True
+                self.columns.pause(slot)
                 self._leaving.append(victim)
                 continue
             build.hold(slot)
@@ -349,7 +349,7 @@ class Scheduler:
         self.media.stop(slot)
         at = bisect.bisect_left(self.keys, sequence.key)
         del self.keys[at]
-        self.order = np.delete(self.order, at)
+        self.order = np.concatenate([self.order[:at], self.order[at + 1 :]])
         self.by_slot[slot] = self.lease_of[slot] = None
         sequence.slot, sequence.lease = -1, None
         if last_step <= self.retired:
@@ -363,7 +363,7 @@ class Scheduler:
         sequence = self._by_handle.get(handle)
         if sequence is None or sequence.slot < 0 or self.columns.mute[sequence.slot]:
             return
-        self.columns.paused[sequence.slot] = self.columns.mute[sequence.slot] = True
+        self.columns.pause(sequence.slot, mute=True)
         self._leaving.append(sequence)
 
     def _settle(self) -> None:

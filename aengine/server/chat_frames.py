@@ -34,8 +34,26 @@ class ChunkOptions:
     names: TokenTexts | None = None
 
 
+_AFTER = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+_AFTER_WITH_USAGE = b'},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+
+
 class ChatFrames:
     """The frames of one streamed chat."""
+
+    __slots__ = (
+        "_after",
+        "_before",
+        "_called",
+        "_fixed",
+        "_heads",
+        "_job",
+        "_null_usage",
+        "_options",
+        "_parsers",
+        "_plain",
+        "_text",
+    )
 
     def __init__(
         self, job: Job, options: ChunkOptions, text: TokenTexts, parsers: Sequence[AnswerParser] | None = None
@@ -57,6 +75,9 @@ class ChatFrames:
         self._fixed = b"data: " + encode_json(fixed)[:-1]
         self._heads = [self._fixed + b',"choices":[{"index":%d,"delta":' % i for i in range(job.choices)]
         self._null_usage = b',"usage":null' if options.usage else b""
+        self._plain = not (options.logprobs or options.token_ids or options.running_usage)
+        self._before = [head + b'{"content":' for head in self._heads]
+        self._after = _AFTER_WITH_USAGE if options.usage else _AFTER
 
     def opening(self) -> bytes:
         prompt = b""
@@ -73,6 +94,8 @@ class ChatFrames:
     def delta(self, delta: OutputDelta) -> bytes:
         if self._parsers is not None:
             return self._parsed(delta, self._parsers[delta.index])
+        if self._plain and delta.finish_reason is None:
+            return self._before[delta.index] + encode_json(delta.text) + self._after if delta.text else b""
         shown = delta.text or self._tells(delta)
         data = self._content(delta, b'"content":' + encode_json(delta.text)) if shown else b""
         return data if delta.finish_reason is None else data + self._finish(delta, delta.finish_reason)

@@ -18,6 +18,8 @@ from aengine.server.jobs import Choice, Job
 from aengine.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from aengine.types import FinishReason, OutputDelta, TokenLogprob
 
+_NO_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOptions:
@@ -41,12 +43,19 @@ class _Progress:
 class CompletionFrames:
     """The frames of one streamed completion."""
 
+    __slots__ = ("_after", "_fast", "_fixed", "_heads", "_job", "_options", "_plain", "_progress", "_wants_ids")
+
     def __init__(self, job: Job, options: CompletionOptions, text: TokenTexts) -> None:
         self._job = job
         self._options = options
         self._progress = [_Progress(CompletionLogprobs(text, options.chunk.names)) for _ in range(job.choices)]
         self._fixed = b"data: " + encode_json(_fixed(job))[:-1]
         self._heads = [self._fixed + b',"choices":[{"index":%d,"text":' % i for i in range(job.choices)]
+        chunk = options.chunk
+        self._fast = False  # every choice has begun, and chunks have nothing unusual
+        self._plain = not (chunk.logprobs or chunk.running_usage or options.scores_only)
+        self._wants_ids = chunk.token_ids
+        self._after = b'}],"usage":null}\n\n' if chunk.usage else b"}]}\n\n"
 
     def opening(self) -> bytes:
         return b""
@@ -56,6 +65,8 @@ class CompletionFrames:
         return self._chunk(0, "")
 
     def delta(self, delta: OutputDelta) -> bytes:
+        if self._fast and delta.finish_reason is None:
+            return self._text(delta)
         begun = self._begin(delta.index)
         text, ids, logprobs = delta.text, delta.token_ids, delta.logprobs
         if self._options.scores_only:
@@ -64,6 +75,13 @@ class CompletionFrames:
             return begun
         extras = self._extras(delta.index, ids, logprobs)
         return begun + self._chunk(delta.index, text, delta, extras)
+
+    def _text(self, delta: OutputDelta) -> bytes:
+        """The usual chunk, in few pieces: text, and ids if they are wanted."""
+        if not delta.text and not (self._wants_ids and delta.token_ids):
+            return b""
+        ids = b',"token_ids":' + encode_json(delta.token_ids) if self._wants_ids else b""
+        return b"".join((self._heads[delta.index], encode_json(delta.text), _NO_END, ids, self._after))
 
     def closing(self) -> bytes:
         if not self._options.chunk.usage:
@@ -80,6 +98,7 @@ class CompletionFrames:
         if progress.begun:
             return b""
         progress.begun = True
+        self._fast = self._plain and all(each.begun for each in self._progress)
         options, stream = self._options, self._job.streams[index // self._job.n]
         extras: dict[str, Any] = {}
         if options.chunk.token_ids:

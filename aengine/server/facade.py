@@ -7,7 +7,7 @@ Invariants: only synchronous calls that return at once, and coroutines; values t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aengine.server.parsers.regions import RegionStream
@@ -90,6 +90,8 @@ class Stream(Protocol):
     """The output of one submitted prompt: an async iterator of OutputDelta, the choices interleaved.
 
     `completion_tokens` is the running total over the choices; `prompt_logprobs` is complete before the first delta.
+    `tap` is an offer that a stream need not use: while the reader waits for a delta, `take` may get it instead, and
+    says whether it took it. Deltas with a finish_reason go to the reader.
     """
 
     @property
@@ -103,6 +105,7 @@ class Stream(Protocol):
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprob | None] | None: ...
 
+    def tap(self, take: Callable[[OutputDelta], bool]) -> None: ...  # deltas go to `take` while the reader waits
     def __aiter__(self) -> Stream: ...
     async def __anext__(self) -> OutputDelta: ...
     def abort(self) -> None: ...

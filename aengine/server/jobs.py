@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -73,13 +73,22 @@ class Job:
         for stream in self.streams:
             await stream.aclose()
 
+    def count_thoughts(self, delta: OutputDelta) -> None:
+        """Once for each delta."""
+        if self.thoughts is not None:
+            self.thoughts[delta.index].add(delta.token_ids)
+
+    def tap(self, take: Callable[[OutputDelta], bool]) -> None:
+        """See `Stream.tap`. Several prompts are merged by tasks anyway, so they have none."""
+        if len(self.streams) == 1:
+            self.streams[0].tap(take)
+
     async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
         """Deltas of all choices until each has finished. Raises the typed error of the first choice that fails."""
         source = self.streams[0] if len(self.streams) == 1 else None
         async with aclosing(self._only(source) if source is not None else self._merged()) as deltas:
             async for delta in deltas:
-                if self.thoughts is not None:
-                    self.thoughts[delta.index].add(delta.token_ids)
+                self.count_thoughts(delta)
                 if delta.finish_reason is not None:
                     _check_finish(delta)
                     self.open_choices -= 1

@@ -1,22 +1,24 @@
 """Server-sent events: one response that streams frames.
 
-Owns: the headers, the opening frames, keep-alive comments, error frames.
+Owns: the headers, the opening frames, keep-alive comments, error frames; when a frame may go to the socket at once.
 Does not know: what is in a frame, the engine.
 Invariants: headers leave with the first frame, so an error before it is a plain HTTP error; the first bytes are never a
-comment; one write per call of `send`; the keep-alive task ends with the response.
+comment; one write per call of `send` or `take`; the keep-alive task ends with the response. After a write that filled
+the socket's buffer the handler waits until it is empty enough, and deltas merge behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from aengine.errors import AengineError
 from aengine.server.envelope import encode_json, error_object
@@ -63,25 +65,36 @@ class Frames(Protocol):
 class EventStream:
     """An SSE response. `send` is for one task only; a full socket makes it wait, and nobody else."""
 
-    def __init__(
-        self,
-        request: web.Request,
-        opening: Callable[[], bytes],
-        idle_opening: Callable[[], bytes],
-        idle_s: float,
-        keep_alive: bytes,
-    ) -> None:
+    __slots__ = (
+        "_chunked",
+        "_frames",
+        "_idle",
+        "_idle_s",
+        "_keeper",
+        "_last_s",
+        "_loop",
+        "_protocol",
+        "_request",
+        "_writer",
+        "_writing",
+        "opened",
+        "response",
+    )
+
+    def __init__(self, request: web.Request, frames: Frames, idle_s: float, keep_alive: bytes) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self.opened = False
         self._request = request
-        self._opening = opening
-        self._idle_opening = idle_opening
+        self._protocol = request.protocol
+        self._frames = frames
         self._idle_s = idle_s
         self._idle = keep_alive
         self._writing = False
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()
         self._keeper: asyncio.Task[None] | None = None
+        self._writer: AbstractStreamWriter | None = None  # once the headers have left
+        self._chunked = False
 
     async def __aenter__(self) -> Self:
         self._keeper = asyncio.create_task(self._keep_alive())
@@ -96,15 +109,42 @@ class EventStream:
 
     async def send(self, frames: bytes) -> None:
         """Writes whole frames, after the opening if they are the first. Raises ConnectionError when the client left."""
-        await self._write(frames if self.opened else self._opening() + frames)
+        await self._write(frames if self.opened else self._frames.opening() + frames)
+        if self._writer is not None and self._protocol.writing_paused:
+            await self._writer.drain()
+
+    @property
+    def free(self) -> bool:
+        """Whether the stream is open, nobody writes, and the socket takes more."""
+        return not (self._writing or self._writer is None or self._protocol.writing_paused)
+
+    def take(self, delta: OutputDelta) -> bool:
+        """`send` of a delta's frames from anywhere on the loop, without a task; False, and nothing is done, unless it is
+        `free`.
+
+        Writes what the response's own writer would write, and nothing once the client has left; the handler hears of
+        that by being cancelled.
+        """
+        if not self.free:
+            return False
+        frames = self._frames.delta(delta)
+        transport = self._protocol.transport
+        if frames and transport is not None:
+            transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if self._chunked else frames)
+            self._last_s = self._loop.time()
+        return True
 
     async def _write(self, data: bytes) -> None:
         self._writing = True
         try:
             if not self.opened:
                 self.opened = True
-                await self.response.prepare(self._request)
-            await self.response.write(data)
+                writer = await self.response.prepare(self._request)
+                await self.response.write(data)
+                self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+                self._writer = writer
+            else:
+                await self.response.write(data)
             self._last_s = self._loop.time()
         finally:
             self._writing = False
@@ -115,7 +155,7 @@ class EventStream:
             while True:
                 idle_s = self._loop.time() - self._last_s
                 if idle_s >= self._idle_s and not self._writing:
-                    await self._write(self._idle if self.opened else self._idle_opening())
+                    await self._write(self._idle if self.opened else self._frames.idle_opening())
                 await asyncio.sleep(self._idle_s - idle_s if idle_s < self._idle_s else self._idle_s)
 
 
@@ -123,7 +163,8 @@ async def stream_job(
     request: web.Request, job: Job, frames: Frames, idle_s: float, dialect: Dialect = OPENAI
 ) -> web.StreamResponse:
     """Streams a job to its end. Errors before the first frame are raised; later ones become an error frame."""
-    async with EventStream(request, frames.opening, frames.idle_opening, idle_s, dialect.keep_alive) as events:
+    async with EventStream(request, frames, idle_s, dialect.keep_alive) as events:
+        job.tap(events.take if job.thoughts is None else partial(_take_counted, events, job))
         try:
             async with aclosing(job.deltas()) as deltas:
                 async for delta in deltas:
@@ -139,6 +180,14 @@ async def stream_job(
                 raise
             await _send_error(events, error, job.head.id, dialect)
     return events.response
+
+
+def _take_counted(events: EventStream, job: Job, delta: OutputDelta) -> bool:
+    """The frame may tell how many tokens were thoughts, so they are counted before it is made."""
+    if not events.free:
+        return False
+    job.count_thoughts(delta)
+    return events.take(delta)
 
 
 async def _send_error(events: EventStream, error: Exception, id: str, dialect: Dialect) -> None:

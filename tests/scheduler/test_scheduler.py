@@ -257,3 +257,25 @@ def test_groups_with_pages_of_two_sizes_grow_when_each_is_due() -> None:
                 columns.setdefault((delta.group, slot), []).append(column)
         cache.check()
     assert columns == {(0, 0): [*range(6)], (0, 1): [*range(6)], (1, 0): [*range(3)], (1, 1): [*range(3)]}
+
+
+def test_what_is_known_to_be_ready_is_what_looking_would_find() -> None:
+    """While `even` spares the search, the search would find the same rows: over arrivals, aborts, ends, preemptions."""
+    made = scheduler(pages=40, max_seqs=6)
+    chance = np.random.default_rng(5)
+    spared = handle = 0
+    for turn in range(400):
+        if turn % 23 == 0 and made.stats().waiting < 4:
+            handle += 1
+            made.submit(request(handle, int(chance.integers(1, 40)), int(chance.integers(2, 60))))
+        if turn % 61 == 60 and made.oldest() is not None:
+            made.abort(made.oldest() or 0)
+        c = made.columns
+        if c.even:
+            ready = (c.expected - c.scheduled == 1) & (c.expected < c.limit) & ~c.paused
+            assert sorted(made.order.tolist()) == ready.nonzero()[0].tolist()
+            spared += 1
+        plan = made.plan()
+        if plan is not None and made.in_flight > turn % 2:
+            made.commit(result(made._in_flight[0], int(chance.integers(1, 6))))
+    assert spared > 100

@@ -151,6 +151,9 @@ class FakeStream:
         if self.engine.hold_after is not None and self.completion_tokens >= self.engine.hold_after:
             await self._wake.wait()
 
+    def tap(self, take):
+        """An offer that need not be used."""
+
     def abort(self):
         self.engine.abort(self.request_id)
 
