@@ -20,6 +20,7 @@ from aengine.engine.images import Images
 from aengine.engine.ledger import Ledger, Made, PhaseHook, ProgressHook, RunnerFactory
 from aengine.engine.page_groups import plan_pages
 from aengine.engine.sizing import free_bytes, in_flight_tokens
+from aengine.engine.spans import RequestSpans, load_spans
 from aengine.engine.text import TextProcessor
 from aengine.errors import ConfigError
 from aengine.memory import Pool
@@ -45,6 +46,7 @@ class Parts:
     scheduler: Scheduler
     make_runner: RunnerFactory
     report: StartupReport
+    spans: RequestSpans | None = None
 
     def close(self) -> None:
         """End the worker threads; does not wait for what they are doing."""
@@ -55,6 +57,8 @@ class Parts:
 def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook | None = None) -> Parts:
     """Load everything `config` names. Raises ModelNotFound, ModelLoadError or ConfigError."""
     ledger = Ledger(on_phase, on_progress)
+    endpoint = config.otlp_endpoint
+    spans = load_spans(endpoint, config.model.model) if endpoint is not None else None  # or fail before seconds of work
     with ledger.phase("find model"):
         files = resolve(config.model.model, home=usable_home(), progress=on_progress)
     shared = hold_open(files)
@@ -91,7 +95,7 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         image_token=None if made.vision is None else made.vision.image_token,
     )
     text = TextProcessor(tokenizer, max_context=made.context, chat_template=template)
-    return Parts(model, text, images, metrics, scheduler, made.make_runner, ledger.report())
+    return Parts(model, text, images, metrics, scheduler, made.make_runner, ledger.report(), spans)
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Tokenizer, str | None]:

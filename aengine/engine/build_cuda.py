@@ -24,6 +24,7 @@ from aengine.models.loader import ModelFiles, load_config, load_model
 from aengine.runner.cuda.api import DeviceApi, TorchCuda
 from aengine.runner.cuda.fused import SAMPLING, FusedChooser
 from aengine.runner.cuda.sampler import MakeChooser
+from aengine.runner.cuda.staging import CudaStaging
 from aengine.runner.cuda.step import LOGIT_ROWS, CudaExecutor
 from aengine.runner.cuda.stream import CudaStream
 from aengine.runner.protocol import Runner
@@ -64,6 +65,7 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         zero=arena.zero,
         move=arena.move,
         states=arena.layer_states([(spec.group, spec.layer) for spec in state_specs(model)]),
+        staging=CudaStaging(api, config.scheduler.steps_in_flight + 1),  # and one that is being launched
         chooser=_chooser(config, ledger),
     )
     if config.device.capture:

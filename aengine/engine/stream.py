@@ -31,10 +31,18 @@ class RequestStream:
         self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
         self._on_finished: list[Callable[[], object]] = []
+        self._on_drained: dict[int, Callable[[], object]] = {}
 
     def on_finished(self, call: Callable[[], object]) -> None:
         """Call once when the last choice ends or the stream fails."""
         self._on_finished.append(call)
+
+    def on_drained(self, index: int, call: Callable[[], object]) -> None:
+        """Call once when the reader has all of choice `index`, which has ended, or has left."""
+        if index in self._pending:
+            self._on_drained[index] = call
+        else:
+            call()
 
     @property
     def finished(self) -> bool:
@@ -92,6 +100,8 @@ class RequestStream:
 
     async def aclose(self) -> None:
         self.abort()
+        while self._on_drained:
+            self._on_drained.popitem()[1]()
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -109,7 +119,10 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._pending.pop(next(iter(self._pending)))
+        delta = self._pending.pop(next(iter(self._pending)))
+        if delta.finish_reason is not None and self._on_drained:
+            self._on_drained.pop(delta.index)()
+        return delta
 
 
 def _merge(before: OutputDelta, after: OutputDelta) -> OutputDelta:
