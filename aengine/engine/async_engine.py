@@ -107,7 +107,6 @@ class AsyncEngine:
         parts.metrics.bind(self.stats)
         parts.metrics.bind_times(timeline.clock.totals, lambda: timeline.device.idle_s(time.perf_counter()))
         self._timeline = timeline
-        timeline.open()
         self._runner = runner
         self._tasks = [
             asyncio.create_task(self._supervise(core.run), name="aengine-core"),
@@ -117,6 +116,7 @@ class AsyncEngine:
         gc.collect()
         gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
         AsyncEngine._frozen += 1
+        timeline.open()
         self.phase = "ready"
 
     def _build(self) -> Parts:
@@ -435,9 +435,10 @@ class AsyncEngine:
     async def trace(self, seconds: float = KEPT_S) -> bytes:
         """The last `seconds` (30 at most) as Chrome's trace event JSON. Made in a thread, one at a time."""
         self._loaded()
-        assert self._timeline is not None
+        timeline = self._timeline
+        assert timeline is not None
         async with self._tracing:
-            return await asyncio.to_thread(chrome_trace, *self._timeline.last(seconds))
+            return await asyncio.to_thread(lambda: chrome_trace(*timeline.last(seconds)))
 
     @property
     def text(self) -> TextProcessor:

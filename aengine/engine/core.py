@@ -61,10 +61,12 @@ class FailedLaunch:
 
 @dataclass(slots=True)
 class InFlight:
-    """A launched step. `chosen_s`: when its deferred rows got their masks. Times of time.perf_counter."""
+    """A launched step. `waited`: nothing was in flight when it was launched. `chosen_s`: when its deferred rows got their
+    masks. Times of time.perf_counter."""
 
     handle: StepHandle
     launched_s: float
+    waited: bool
     overlapped: bool = False  # another step is launched behind it
     chosen_s: float = 0.0
 
@@ -171,7 +173,8 @@ class Core:
         return made
 
     def _launch(self, plan: StepPlan) -> None:
-        if self._in_flight:
+        waited = not self._in_flight
+        if not waited:
             self._in_flight[-1].overlapped = True
             self.progress.steps_overlapped += 1
         self.progress.steps += 1
@@ -182,7 +185,7 @@ class Core:
             except Exception as error:  # fails this step's rows in order, not the loop
                 handle = FailedLaunch(plan.step, error)
             span.after(self._timeline.stage, handle.staged_s)
-        self._in_flight.append(InFlight(handle, time.perf_counter()))
+        self._in_flight.append(InFlight(handle, time.perf_counter(), waited))
 
     def _launch_again(self, plan: StepPlan | None) -> None:
         """Multi-step: the next steps of rows that only decode, and whose sampling waits for nobody."""
@@ -247,6 +250,7 @@ class Core:
                 step.handle.arrived_s,
                 outcome.device_s,
                 step.chosen_s,
+                step.waited,
             )
         )
         return self.scheduler.commit(outcome)

@@ -17,6 +17,7 @@ from aengine.server.context import CONTEXT, ServerContext
 from aengine.server.edge import add_headers, edge
 from aengine.server.facade import Engine
 from aengine.server.page import add_page
+from aengine.server.trace import trace
 
 
 def create_app(engine: Engine, config: ServerConfig) -> web.Application:
@@ -27,6 +28,7 @@ def create_app(engine: Engine, config: ServerConfig) -> web.Application:
     add_page(app.router)
     app.router.add_get("/health", admin.health)
     app.router.add_get("/metrics", admin.metrics)
+    app.router.add_get("/debug/trace", trace)
     app.router.add_get("/version", admin.version)
     app.router.add_get("/v1/models", admin.models)
     app.router.add_get("/v1/models/{id:.+}", admin.model)

@@ -15,7 +15,7 @@ times are seconds of one clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from aengine.timeline.names import CAUSES, COPY, DEVICE, IDLE
 from aengine.timeline.ring import Ring
@@ -23,10 +23,10 @@ from aengine.timeline.ring import Ring
 _NO_WORK, _HOST, _COPY, _DECIDE = range(len(CAUSES))
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(msgspec.Struct, frozen=True):
     """`busy_s`: what the device computed between `began_s` and `ended_s`. `launched_s`: when the host had launched the
-    step; `arrived_s`: when it had the result; `chosen_s`: when its masks were there, 0.0 where it needed none."""
+    step; `arrived_s`: when it had the result; `chosen_s`: when its masks were there, 0.0 where it needed none; `waited`:
+    whether the host had the result of the step before when it launched this one."""
 
     step: int
     launched_s: float
@@ -35,6 +35,7 @@ class StepTimes:
     arrived_s: float
     busy_s: float
     chosen_s: float = 0.0
+    waited: bool = True
 
 
 class DeviceClock:
@@ -74,7 +75,7 @@ class DeviceClock:
             at_s = self._idle(_NO_WORK, at_s, min(self._woken_s, until_s), times.step)
         elif at_s < last.chosen_s:
             at_s = self._idle(_DECIDE, at_s, min(last.chosen_s, until_s), times.step)
-        elif last.arrived_s < times.launched_s:
+        elif times.waited:
             at_s = self._idle(_COPY, at_s, min(last.arrived_s, until_s), times.step)
         at_s = self._idle(_HOST, at_s, min(times.launched_s, until_s), times.step)
         self._idle(_COPY, at_s, until_s, times.step)
