@@ -1,11 +1,12 @@
 """Claim: planning step N + 1 while step N runs keeps the device busy, where its predecessors let it wait.
 
-Loads the whole server (HTTP, SSE, detokenising and all) with a C client over loopback. The device is modelled, so when it
-was idle, and why, is known exactly; the load client checks that every answer has all of its tokens, and digests them, so
-that modes can be compared token for token.
+Loads the whole server (HTTP, SSE, detokenising and all) with a C client over loopback. The device is modelled, so when
+it was idle, and why, is known exactly; the load client checks that every answer has all of its tokens, and digests
+them, so that modes can be compared token for token.
 
-    modes   synchronous (depth 0), multi-step 8 and overlapped (depth 1) on the same load: device idle %, tokens/s, TTFT,
-            ITL. "steady" is the time in which all clients had a running request, "whole" the load with its ramp and end.
+    modes   synchronous (depth 0), multi-step 8 and overlapped (depth 1) on the same load: device idle %, tokens/s,
+            TTFT, ITL. The first idle figure is of the time in which (nearly) all clients had a running request,
+            "whole" of the load with its ramp and end.
     limits  overlapped: the shortest step (the profile, scaled) and the highest client count at which the device is idle
             at most --idle percent of the steady time.
 
@@ -134,7 +135,7 @@ def idle(before: Sample, after: Sample) -> dict[str, float]:
 
 
 class Watch(threading.Thread):
-    """Samples the server's counters while the load runs. A scrape costs its loop some milliseconds, so few are taken."""
+    """Samples the server's counters while the load runs. A scrape costs its loop milliseconds, so few are taken."""
 
     def __init__(self, port: int, every_s: float) -> None:
         super().__init__(daemon=True)
@@ -232,9 +233,8 @@ def limits(args: argparse.Namespace) -> dict:
             break
         most = told
     step = f"{shortest['step_ms']:.2f} ms at {args.clients} clients" if shortest else "none of those tried"
-    print(
-        f"idle <= {args.idle} %: shortest step {step}; most clients {most['clients'] if most else 'none of those tried'}"
-    )
+    clients = most["clients"] if most else "none of those tried"
+    print(f"idle <= {args.idle} %: shortest step {step}; most clients {clients}")
     return {"shortest_step": shortest, "most_clients": most}
 
 

@@ -61,8 +61,8 @@ class FailedLaunch:
 
 @dataclass(slots=True)
 class InFlight:
-    """A launched step. `waited`: nothing was in flight when it was launched. `chosen_s`: when its deferred rows got their
-    masks. Times of time.perf_counter."""
+    """A launched step. `waited`: nothing was in flight when it was launched. `chosen_s`: when its deferred rows got
+    their masks. Times of time.perf_counter."""
 
     handle: StepHandle
     launched_s: float

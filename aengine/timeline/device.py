@@ -25,8 +25,8 @@ _NO_WORK, _HOST, _COPY, _DECIDE = range(len(CAUSES))
 
 class StepTimes(msgspec.Struct, frozen=True):
     """`busy_s`: what the device computed between `began_s` and `ended_s`. `launched_s`: when the host had launched the
-    step; `arrived_s`: when it had the result; `chosen_s`: when its masks were there, 0.0 where it needed none; `waited`:
-    whether the host had the result of the step before when it launched this one."""
+    step; `arrived_s`: when it had the result; `chosen_s`: when its masks were there, 0.0 where it needed none;
+    `waited`: whether the host had the result of the step before when it launched this one."""
 
     step: int
     launched_s: float
