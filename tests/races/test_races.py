@@ -56,7 +56,7 @@ def test_tokens_do_not_depend_on_depth_delays_or_pressure(depth: int) -> None:
 @pytest.mark.parametrize("multi", [3, 8])
 def test_tokens_do_not_depend_on_steps_planned_at_once(multi: int) -> None:
     preemptions = zombies = failures = 0
-    for seed in range(EPISODES // 5):
+    for seed in range(EPISODES // 10):
         setting = dataclasses.replace(settings(0, seed), multi=multi, draft=0.0)
         try:
             episode = Episode(seed, setting).run()
@@ -65,9 +65,9 @@ def test_tokens_do_not_depend_on_steps_planned_at_once(multi: int) -> None:
         preemptions += episode.scheduler.stats().preemptions
         zombies += episode.scheduler.stats().zombie_rows
         failures += episode.failed_steps
-    assert preemptions > 30
-    assert zombies > 50
-    assert failures > 3
+    assert preemptions > 15
+    assert zombies > 25
+    assert failures >= 1
 
 
 def recurrent(depth: int, seed: int) -> Setting:
