@@ -189,8 +189,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check("max_logprobs", self.max_logprobs, 0, 1024)
         _check("max_n", self.max_n, 1, 1024)
-        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}, not an http(s) URL", param="otlp_endpoint")
 
 
 @dataclass(frozen=True, slots=True)

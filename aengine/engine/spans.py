@@ -84,7 +84,9 @@ def _parts(times: RequestTimes, now_s: float) -> list[tuple[str, float, float]]:
 
 
 def load_spans(endpoint: str, model: str) -> RequestSpans:
-    """Export to `endpoint` (OTLP over HTTP). Raises ConfigError when the packages are missing."""
+    """Export to `endpoint` (OTLP over HTTP). Raises ConfigError when it is no URL or the packages are missing."""
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"otlp_endpoint is {endpoint!r}, not an http(s) URL", param="otlp_endpoint")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from aengine import AsyncEngine, EngineConfig, FinishReason, RequestOutput, SamplingParams
+from aengine import AsyncEngine, FinishReason, RequestOutput, SamplingParams
 from aengine.engine.spans import RequestSpans, load_spans
 from aengine.errors import ConfigError, StepFailed
 from aengine.runner.modelled import ModelledExecutor
@@ -206,4 +206,4 @@ def test_without_the_packages_the_engine_says_what_to_install(monkeypatch: pytes
 
 def test_an_endpoint_is_a_url() -> None:
     with pytest.raises(ConfigError, match="not an http"):
-        EngineConfig(otlp_endpoint="localhost:4318")
+        load_spans("localhost:4318", "m")
