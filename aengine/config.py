@@ -103,6 +103,9 @@ class SchedulerConfig:
         None, "milliseconds a step may take while rows decode; 0: as long as it takes; unset: 100 on the CPU, else 0"
     )
     depth: int = _setting(1, "steps in flight while the next is planned: 0 synchronous, 1 overlapped, 2 experiment")
+    multi_step: int = _setting(
+        1, "decode steps planned and launched at once, without overlap: K > 1 shows K tokens at a time; to compare with"
+    )
 
     def __post_init__(self) -> None:
         _check("max_num_seqs", self.max_num_seqs, 1, 65536, "rows")
@@ -110,6 +113,12 @@ class SchedulerConfig:
         _check("max_waiting", self.max_waiting, 1, 2**20, "requests")
         _check("step_ms", self.step_ms, 0.0, 60_000.0, "ms")
         _check("depth", self.depth, 0, 2, "steps")
+        _check("multi_step", self.multi_step, 1, 64, "steps")
+
+    @property
+    def steps_in_flight(self) -> int:
+        """At most. Steps planned at once are not overlapped, so `depth` does not count then."""
+        return self.multi_step if self.multi_step > 1 else self.depth + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +173,7 @@ class DeviceConfig:
     sim_profile: str | None = _setting(
         None, "sim: take the modelled time of a device and model pair (h100-llama8b, 8xh100-llama70b)"
     )
+    sim_scale: float = _setting(1.0, "sim: a device that takes so many times as long as sim_profile says")
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, ("auto", "cpu", "cuda", "sim"))
@@ -177,6 +187,7 @@ class DeviceConfig:
             )
         _check("threads", self.threads, 1, 1024, "threads")
         _check("sim_step_s", self.sim_step_s, 0.0, 60.0, "s")
+        _check("sim_scale", self.sim_scale, 0.001, 1000.0)
         _check_choice("attention_backend", self.attention_backend, ("auto", "flashinfer", "triton", "reference"))
         _check_choice("sampling_backend", self.sampling_backend, ("auto", "flashinfer"))
         _check("gpu_memory_percent", self.gpu_memory_percent, 1.0, 100.0, "%")
@@ -192,6 +203,9 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     max_logprobs: int = _setting(20, "most alternatives a request may ask for per token")
     max_n: int = _setting(128, "most choices a request may ask for")
+    otlp_endpoint: str | None = _setting(
+        None, "OpenTelemetry collector to send a trace of each request to (http://HOST:4318/v1/traces); unset: none"
+    )
 
     def __post_init__(self) -> None:
         _check("max_logprobs", self.max_logprobs, 0, 1024)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -126,6 +126,8 @@ class Metrics:
     def __init__(self, model_name: str = "") -> None:
         self.model_name = model_name
         self._snapshot: Callable[[], Snapshot] = Idle
+        self._stages: Callable[[], Mapping[str, float]] = dict
+        self._device_idle: Callable[[], Mapping[str, float]] = dict
         self._registry: CollectorRegistry | None = None
         self._ttft = Histogram(_WAITS_S)
         self._itl = Histogram(_TOKEN_TIMES_S)
@@ -148,6 +150,12 @@ class Metrics:
     def bind(self, snapshot: Callable[[], Snapshot]) -> None:
         """Where gauges come from; called on the event loop at each scrape, must not wait."""
         self._snapshot = snapshot
+
+    def bind_times(
+        self, stages: Callable[[], Mapping[str, float]], device_idle: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Where the seconds of the event loop's thread by stage, and of the idle device by cause, come from."""
+        self._stages, self._device_idle = stages, device_idle
 
     # ---- observations
 
@@ -247,6 +255,12 @@ class Metrics:
             "aengine:requests_rejected", "Requests refused before they were queued.", "reason", self._rejected
         )
         yield self._by("aengine:features_disabled", "Features asked for and not in effect.", "feature", self._disabled)
+        yield self._by(
+            "aengine:stage_seconds", "Wall time of the event loop's thread, exclusive.", "stage", self._stages()
+        )
+        yield self._by(
+            "aengine:device_idle_seconds", "Time the device had nothing to do.", "cause", self._device_idle()
+        )
 
     def _histograms(self) -> Iterator[Family]:
         for name, text, histogram in (
@@ -277,7 +291,7 @@ class Metrics:
         family.add_metric([self.model_name], value)
         return family
 
-    def _by(self, name: str, text: str, label: str, counts: Counter[str]) -> Family:
+    def _by(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Family:
         from prometheus_client.core import CounterMetricFamily
 
         family = CounterMetricFamily(name, text, labels=["model_name", label])

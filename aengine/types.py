@@ -345,7 +345,8 @@ class StepResult(msgspec.Struct, frozen=True):
 
     For a draft row, counts[i] - 1 drafts were accepted and the last token is the model's own.
     `failed` maps row index -> message for rows that failed alone (for instance NaN logits).
-    `device_s` is the time the device spent on the step.
+    `device_s` is the time the device spent on the step, between `began_s` and `ended_s` on the host's clock
+    (time.perf_counter).
     """
 
     step: int
@@ -355,6 +356,8 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: Mapping[int, Logprobs] = {}
     failed: Mapping[int, str] = {}
     device_s: float = 0.0
+    began_s: float = 0.0
+    ended_s: float = 0.0
 
 
 class Choices(msgspec.Struct, frozen=True):
@@ -377,11 +380,18 @@ class StepHandle(Protocol):
     `launched` False: the device never heard of it, nor of the tables and set-ups it carried; no later step may be
     launched before it was awaited. `undecided`: it has deferred rows, and `choose` must be called, once, before any
     later step is launched and before it is awaited.
+
+    `staged_s`: when the plan's values had been copied and only launching was left. `arrived_s`: when the host had the
+    result; known once it was awaited. Both on the clock of time.perf_counter.
     """
 
     step: int
     launched: bool
     undecided: bool
+    staged_s: float
+
+    @property
+    def arrived_s(self) -> float: ...
 
     def choose(self, choices: Choices) -> None:
         """Launch the sampling of the deferred rows; returns at once."""

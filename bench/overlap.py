@@ -1,87 +1,286 @@
-"""Claim: planning step N + 1 while step N runs hides the host's work behind the device's.
+"""Claim: planning step N + 1 while step N runs keeps the device busy, where its predecessors let it wait.
 
-Runs the same closed-loop load at depth 0 (synchronous) and depth 1 (overlapped), in turn A B A B, on one engine each,
-and prints host ms, device ms and achieved ms per step, tokens/s, and the share of steps launched while another ran.
+Loads the whole server (HTTP, SSE, detokenising and all) with a C client over loopback. The device is modelled, so when
+it was idle, and why, is known exactly; the load client checks that every answer has all of its tokens, and digests
+them, so that modes can be compared token for token.
 
-    python bench/overlap.py [--device cpu|sim] [--rows 16] [--tokens 64] [--repeats 3] [--sim-step-ms 10]
+    modes   synchronous (depth 0), multi-step 8 and overlapped (depth 1) on the same load: device idle %, tokens/s,
+            TTFT, ITL. The first idle figure is of the time in which (nearly) all clients had a running request,
+            "whole" of the load with its ramp and end.
+    limits  overlapped: the shortest step (the profile, scaled) and the highest client count at which the device is idle
+            at most --idle percent of the steady time.
+
+    python bench/overlap.py [--section modes|limits|all] [--clients 1024] [--frontends N] [--sim-profile h100-llama8b]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import json
-import platform
-import statistics
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from dataclasses import replace
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from aengine import AsyncEngine, EngineConfig, SamplingParams
-from aengine.config import DeviceConfig, ModelConfigArgs, SchedulerConfig
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from aengine.cli.environment import environment  # noqa: E402
+
+VOCAB = 49_152
+OWN_TOKENS = 16  # of each prompt; the others are shared, so that the ramp is short and all clients stream together
+SEED_TOKENS = 32
+MODES = {"depth 0": ("--depth", "0"), "multi-step 8": ("--multi-step", "8"), "depth 1": ("--depth", "1")}
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+READY_S = 120.0
 
 
-async def load(engine: AsyncEngine, rows: int, tokens: int, salt: int) -> float:
-    """`rows` prompts of 64 tokens at once, `tokens` output tokens each; seconds."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+@dataclass(frozen=True)
+class Sample:
+    """The server's counters at one moment."""
 
-    async def one(i: int) -> None:
-        prompt = [(salt * 7919 + i * 104729 + j * 31) % 40_000 + 100 for j in range(64)]
-        async for _ in engine.generate(prompt, params):
-            pass
-
-    began_s = time.perf_counter()
-    await asyncio.gather(*(one(i) for i in range(rows)))
-    return time.perf_counter() - began_s
+    at_s: float
+    running: float
+    busy_s: float
+    idle_s: dict[str, float]
+    stages: dict[str, float]
 
 
-async def measure(config: EngineConfig, rows: int, tokens: int, salt: int) -> dict[str, float]:
-    async with AsyncEngine(config) as engine:
-        await load(engine, rows, 8, salt + 1000)  # warm-up
-        before = engine.stats()
-        wall_s = await load(engine, rows, tokens, salt)
-        after = engine.stats()
-        steps = after.steps - before.steps
-        device_ms = 1e3 * (after.device_s - before.device_s) / steps
-        achieved_ms = 1e3 * wall_s / steps
-        return {
-            "steps": steps,
-            "device_ms": device_ms,
-            "achieved_ms": achieved_ms,
-            "exposed_host_ms": achieved_ms - device_ms,
-            "tokens_per_s": rows * tokens / wall_s,
-            "overlapped": (after.steps_overlapped - before.steps_overlapped) / steps,
-        }
+@contextlib.contextmanager
+def serve(args: argparse.Namespace, clients: int, *more: str) -> Iterator[int]:
+    """A server's port, once it is ready."""
+    length = args.prompt_tokens + args.max_tokens + 16
+    command = [
+        *(sys.executable, "-m", "aengine.cli", "serve", args.model, "--port", str(args.port), "--device", "sim"),
+        *("--sim-profile", args.sim_profile, "--max-num-seqs", str(clients), "--max-waiting", str(2 * clients)),
+        *(
+            "--max-model-len",
+            str(length),
+            "--max-batched-tokens",
+            str(max(2048, 2 * clients)),
+            "--log-level",
+            "warning",
+        ),
+        *more,
+    ]
+    if args.frontends is not None:
+        command += ["--frontends", str(args.frontends)]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=HERE.parent)
+        try:
+            until_s = time.monotonic() + READY_S
+            while not healthy(args.port):
+                if process.poll() is not None or time.monotonic() > until_s:
+                    output.seek(0)
+                    sys.exit(f"the server did not start:\n{output.read().decode()}")
+                time.sleep(0.1)
+            yield args.port
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def healthy(port: int) -> bool:
+    try:
+        with DIRECT.open(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def sample(port: int) -> Sample:
+    with DIRECT.open(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        text, at_s = response.read().decode(), time.monotonic()
+    found = re.findall(r"^([\w:]+)(?:\{([^}]*)\})? (\S+)$", text, re.M)
+
+    def by(name: str, label: str) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for metric, labels, value in found:
+            if metric == name and (match := re.search(rf'{label}="([^"]*)"', labels)):
+                sums[match[1]] = sums.get(match[1], 0.0) + float(value)
+        return sums
+
+    def one(name: str) -> float:
+        return sum(float(value) for metric, _, value in found if metric == name)
+
+    return Sample(
+        at_s,
+        one("vllm:num_requests_running"),
+        one("aengine:step_device_seconds_sum"),
+        by("aengine:device_idle_seconds_total", "cause"),
+        by("aengine:stage_seconds_total", "stage"),
+    )
+
+
+def idle(before: Sample, after: Sample) -> dict[str, float]:
+    """Percent of the time in which the device had, or could have had, work; by cause and in all."""
+    idle_s = {cause: after.idle_s[cause] - before.idle_s[cause] for cause in after.idle_s if cause != "no_work"}
+    whole_s = after.busy_s - before.busy_s + sum(idle_s.values())
+    percent = {cause: 100 * seconds / whole_s for cause, seconds in idle_s.items()} if whole_s else idle_s
+    return percent | {"total": sum(percent.values())}
+
+
+class Watch(threading.Thread):
+    """Samples the server's counters while the load runs. A scrape costs its loop milliseconds, so few are taken."""
+
+    def __init__(self, port: int, every_s: float) -> None:
+        super().__init__(daemon=True)
+        self.samples = [sample(port)]
+        self._port, self._every_s, self._ended = port, every_s, threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self.samples.append(sample(self._port))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+        self.samples.append(sample(self._port))
+
+
+def load(args: argparse.Namespace, port: int, clients: int, requests: int, max_tokens: int, watch_s: float) -> dict:
+    """One run of the load client beside a watch."""
+    shared = max(0, args.prompt_tokens - OWN_TOKENS)
+    ramp_ms = 2 * clients
+    command = [args.binary, port, clients, requests, args.prompt_tokens, max_tokens, ramp_ms, VOCAB, shared]
+    watch = Watch(port, watch_s)
+    watch.start()
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=args.limit_s)
+    watch.end()
+    if done.returncode not in (0, 1) or not done.stdout:
+        sys.exit(f"the load client failed: {done.stderr}")
+    told: dict[str, Any] = json.loads(done.stdout)
+    if told["failed"]:
+        sys.exit(f"{told['failed']} of {told['failed'] + told['answered']} answers failed: {told['first_failure']}")
+    samples = watch.samples
+    full = [each for each in samples if each.running >= 0.9 * clients]
+    whole_s = samples[-1].at_s - samples[0].at_s
+    told["idle_whole"] = idle(samples[0], samples[-1])
+    told["idle_steady"] = idle(full[0], full[-1]) if len(full) > 1 else None
+    told["steady_s"] = full[-1].at_s - full[0].at_s if len(full) > 1 else 0.0
+    stages = {stage: samples[-1].stages[stage] - samples[0].stages[stage] for stage in samples[-1].stages}
+    told["stages_percent"] = {stage: round(100 * seconds / whole_s, 1) for stage, seconds in stages.items()}
+    return told
+
+
+def run(args: argparse.Namespace, clients: int, requests: int, watch_s: float, *more: str) -> dict:
+    with serve(args, clients, *more) as port:
+        load(args, port, min(clients, SEED_TOKENS), 1, 8, 60.0)  # warm: the shared prompt is cached, all paths have run
+        return load(args, port, clients, requests, args.max_tokens, watch_s)
+
+
+def row(name: str, told: dict) -> str:
+    """Steady idle % (and by cause), tokens/s, TTFT, ITL: of all answers, and while every client streamed."""
+    at = told["idle_steady"] or told["idle_whole"]
+    causes = " + ".join(f"{value:.2f} {cause}" for cause, value in at.items() if cause != "total" and value >= 0.005)
+    note = "" if told["idle_steady"] else "  (never steady: of the whole load)"
+    return (
+        f"{name:<14} idle {at['total']:6.2f} % = {causes or 'none':<28} whole {told['idle_whole']['total']:5.1f} %  "
+        f"{told['tokens_per_s']:>7,.0f} tok/s  TTFT p50 {told['ttft_ms']['p50']:.0f} p99 {told['ttft_ms']['p99']:.0f}  "
+        f"ITL p50 {told['steady']['itl_p50_ms']:.1f} p99 {told['steady']['itl_p99_ms']:.1f} "
+        f"max {told['steady']['itl_max_ms']:.1f} ms{note}"
+    )
+
+
+def modes(args: argparse.Namespace) -> dict:
+    """The same load in each mode."""
+    results = {}
+    for name, flags in MODES.items():
+        results[name] = run(args, args.clients, args.requests, args.watch_s, "--sim-scale", str(args.sim_scale), *flags)
+        print(row(name, results[name]), flush=True)
+    digests = {told["digest"] for told in results.values()}
+    print(f"digests {'equal: no token lost or reordered' if len(digests) == 1 else f'DIFFER: {digests}'}")
+    return results | {"digests_equal": len(digests) == 1}
+
+
+def limits(args: argparse.Namespace) -> dict:
+    """Shortest step at --clients, then most clients at the profile's own step."""
+
+    def fine(clients: int, scale: float) -> tuple[bool, dict]:
+        step_s = modelled_step_s(args, clients) * scale
+        requests = max(1, math.ceil(args.steady_s / (args.max_tokens * step_s)))
+        told = run(args, clients, requests, args.steady_s / 8, "--sim-scale", str(scale))
+        told["step_ms"] = 1e3 * step_s
+        print(row(f"{clients} x {1e3 * step_s:.2f} ms", told), flush=True)
+        return (told["idle_steady"] or told["idle_whole"])["total"] <= args.idle, told
+
+    shortest, low, high = None, math.log(args.least_scale), math.log(args.most_scale)
+    for _ in range(args.tries):  # bisection on a logarithmic scale: each try halves the interval
+        middle = (low + high) / 2
+        good, told = fine(args.clients, round(math.exp(middle), 4))
+        if good:
+            high, shortest = middle, told
+        else:
+            low = middle
+    most = None
+    for clients in args.ladder:
+        good, told = fine(clients, 1.0)
+        if not good:
+            break
+        most = told
+    step = f"{shortest['step_ms']:.2f} ms at {args.clients} clients" if shortest else "none of those tried"
+    clients = most["clients"] if most else "none of those tried"
+    print(f"idle <= {args.idle} %: shortest step {step}; most clients {clients}")
+    return {"shortest_step": shortest, "most_clients": most}
+
+
+def modelled_step_s(args: argparse.Namespace, clients: int) -> float:
+    """A decode step of all clients in the middle of their answers."""
+    from aengine.runner.sim_profiles import PROFILES
+
+    context = args.prompt_tokens + args.max_tokens // 2
+    return PROFILES[args.sim_profile].step_s(clients, clients, clients * context)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "sim"])
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--sim-step-ms", type=float, default=10.0)
+    parser.add_argument("--section", choices=["modes", "limits", "all"], default="modes")
+    parser.add_argument("--model", default="smollm2-135m", help="whose vocabulary the modelled device speaks")
+    parser.add_argument("--sim-profile", default="h100-llama8b")
+    parser.add_argument("--sim-scale", type=float, default=1.0, help="modes: so many times the profile's step")
+    parser.add_argument("--clients", type=int, default=1024)
+    parser.add_argument("--requests", type=int, default=1, help="modes: requests of each client, one after the other")
+    parser.add_argument("--prompt-tokens", type=int, default=400)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--frontends", type=int, default=None, help="passed to the server; unset: its own default")
+    parser.add_argument("--port", type=int, default=8411)
+    parser.add_argument("--watch-s", type=float, default=0.7, help="modes: seconds between looks at the counters")
+    parser.add_argument("--idle", type=float, default=2.0, help="limits: percent of the steady time")
+    parser.add_argument("--steady-s", type=float, default=5.0, help="limits: seconds of load that each try aims at")
+    parser.add_argument("--least-scale", type=float, default=0.02, help="limits: of the profile's step")
+    parser.add_argument("--most-scale", type=float, default=2.0, help="limits: of the profile's step")
+    parser.add_argument("--tries", type=int, default=5, help="limits: tries for the shortest step")
+    parser.add_argument("--ladder", type=int, nargs="+", default=[256, 512, 1024, 1536, 2048, 3072])
+    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds one load may take")
     args = parser.parse_args()
-    base = EngineConfig(
-        model=ModelConfigArgs(model=args.model, max_model_len=2048),
-        scheduler=SchedulerConfig(max_num_seqs=max(args.rows, 1)),
-        device=DeviceConfig(device=args.device, sim_step_s=args.sim_step_ms / 1e3),
+    print(
+        f"modelled step of {args.clients} clients: {1e3 * modelled_step_s(args, args.clients) * args.sim_scale:.2f} ms"
     )
-    runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
-    for repeat in range(args.repeats):
-        for depth in (0, 1):
-            config = replace(base, scheduler=replace(base.scheduler, depth=depth))
-            runs[depth].append(asyncio.run(measure(config, args.rows, args.tokens, repeat)))
-    medians = {
-        f"depth{depth}": {key: statistics.median(run[key] for run in each) for key in each[0]}
-        for depth, each in runs.items()
-    }
-    for name, row in medians.items():
-        print(name, "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
-    gain = medians["depth1"]["tokens_per_s"] / medians["depth0"]["tokens_per_s"]
-    print(f"depth 1 / depth 0 tokens per second: {gain:.3f}")
-    line = {"bench": "overlap", "args": vars(args), "machine": platform.processor(), **medians, "gain": gain}
-    print(json.dumps(line))
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        args.binary = str(Path(folder) / "sse_load")
+        subprocess.run(["cc", "-O2", "-o", args.binary, str(HERE / "sse_load.c"), "-lm"], check=True)
+        for name, section in (("modes", modes), ("limits", limits)):
+            if args.section in (name, "all"):
+                results[name] = section(args)
+    config = {name: value for name, value in vars(args).items() if name != "binary"}
+    print(json.dumps({"bench": "overlap", "config": config, "environment": environment(), **results}))
+    if results.get("modes", {}).get("digests_equal") is False:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ ROOMS = {
     "types": {"errors"},
     "config": {"errors"},
     "metrics": {"types", "errors"},
+    "timeline": set(),
     "memory": BASE,
     "prefix_cache": BASE | {"memory"},
     "scheduler": BASE | {"memory", "prefix_cache"},
     "kernels": BASE,
     "models": BASE | {"kernels"},
     "runner": BASE | {"kernels", "models", "memory"},
-    "engine": BASE | {"metrics", "memory", "prefix_cache", "scheduler", "models", "runner", "kernels"},
+    "engine": BASE | {"metrics", "timeline", "memory", "prefix_cache", "scheduler", "models", "runner", "kernels"},
     "server": BASE,
     "client": BASE,
     "cli": BASE | {"server", "__init__"},
@@ -38,6 +39,7 @@ FORBIDDEN = {
     "types": HEAVY,
     "config": HEAVY,
     "metrics": HEAVY,
+    "timeline": HEAVY,
     "memory": HEAVY,
     "prefix_cache": HEAVY,
     "scheduler": HEAVY | {"time", "random", "threading"},  # no clock, no chance: same calls, same plans
@@ -171,7 +173,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("name", [*PURE, "metrics"])
+@pytest.mark.parametrize("name", [*PURE, "metrics", "timeline"])
 def test_a_pure_room_loads_neither_torch_nor_asyncio_nor_aiohttp(name):
     loaded = f"import sys, aengine.{name}; print(*[name for name in {sorted(HEAVY)} if name in sys.modules])"
     assert python(loaded) == ""

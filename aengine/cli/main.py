@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "complete one prompt and print the text",
     "batch": "answer a file of requests (OpenAI batch format)",
     "bench": "measure a running server",
+    "trace": "fetch the timeline of a running server",
     "doctor": "show what this machine offers and what is wrong",
 }
 

@@ -33,6 +33,7 @@ from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
 from aengine.metrics import Metrics
 from aengine.scheduler import Matcher
+from aengine.timeline import KEPT_S, Timeline, chrome_trace
 from aengine.types import Int32s, MediaInput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class AsyncEngine:
         self._core: Core | None = None
         self._output: OutputTask | None = None
         self._intake: Intake | None = None
+        self._timeline: Timeline | None = None
+        self._tracing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._death: str | None = None
         self._next_handle = 1
@@ -101,11 +104,14 @@ class AsyncEngine:
             parts.close()
             raise NotReady("the engine was closed while it was loading")
         runner = parts.make_runner(asyncio.get_running_loop())
-        core = Core(parts.scheduler, runner, self.config.scheduler.depth, parts.metrics, parts.grammars.make_masks)
+        timeline = Timeline()
+        core = Core(parts.scheduler, runner, self.config.scheduler, parts.metrics, timeline, parts.grammars.make_masks)
         self._parts, self._core, self.report = parts, core, parts.report
-        self._output = OutputTask(core.outputs, core.abort, parts.metrics)
+        self._output = OutputTask(core.outputs, core.abort, parts.metrics, timeline, parts.spans)
         self._intake = Intake(self.config, parts.model, parts.text.tokenizer, parts.scheduler.cache)
         parts.metrics.bind(self.stats)
+        parts.metrics.bind_times(timeline.clock.totals, lambda: timeline.device.idle_s(time.perf_counter()))
+        self._timeline = timeline
         self._runner = runner
         self._tasks = [
             asyncio.create_task(self._supervise(core.run), name="aengine-core"),
@@ -118,6 +124,7 @@ class AsyncEngine:
             gc.collect()
         gc.freeze()  # what lives now lives on: full collections need not walk it (they took 50 ms and more)
         AsyncEngine._frozen += 1
+        timeline.open()
         self.phase = "ready"
 
     def _build(self) -> Parts:
@@ -164,10 +171,13 @@ class AsyncEngine:
 
     async def _watch_lag(self) -> None:
         """How late the event loop wakes a sleeper: what every timer, socket and step result waits for."""
+        assert self._timeline is not None
         while True:
-            due_s = time.monotonic() + LAG_EVERY_S
+            due_s = time.perf_counter() + LAG_EVERY_S
             await asyncio.sleep(LAG_EVERY_S)
-            self.metrics.loop_lag(max(0.0, time.monotonic() - due_s))
+            woken_s = time.perf_counter()
+            self.metrics.loop_lag(max(0.0, woken_s - due_s))
+            self._timeline.lag(due_s, woken_s)
 
     async def _supervise(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`work` is called here, so that a task cancelled before its first turn leaves no coroutine behind."""
@@ -197,9 +207,13 @@ class AsyncEngine:
         await self._core.drain_device()
         await self._runner.close()
         self._loaded().close()
+        if self._timeline is not None:
+            self._timeline.close()
         for stream, _ in list(self._streams.values()):
             stream.fail(NotReady("the engine was shut down before the request ended"))
         self._streams.clear()
+        if (spans := self._loaded().spans) is not None:
+            await asyncio.to_thread(spans.close)
         AsyncEngine._frozen -= 1
         if not AsyncEngine._frozen:  # another engine of this process may still count on it
             gc.unfreeze()
@@ -443,6 +457,14 @@ class AsyncEngine:
         self._parts.scheduler.cache.reset()
 
     # ---- views
+
+    async def trace(self, seconds: float = KEPT_S) -> bytes:
+        """The last `seconds` (30 at most) as Chrome's trace event JSON. Made in a thread, one at a time."""
+        self._loaded()
+        timeline = self._timeline
+        assert timeline is not None
+        async with self._tracing:
+            return await asyncio.to_thread(lambda: chrome_trace(*timeline.last(seconds)))
 
     @property
     def text(self) -> TextProcessor:

@@ -23,6 +23,7 @@ from aengine.engine.lean_torch import import_left_out
 from aengine.engine.ledger import Ledger, Made, PhaseHook, ProgressHook, RunnerFactory
 from aengine.engine.page_groups import plan_pages
 from aengine.engine.sizing import free_bytes, in_flight_tokens
+from aengine.engine.spans import RequestSpans, load_spans
 from aengine.engine.text import TextProcessor
 from aengine.engine.vocabulary import read_vocabulary
 from aengine.errors import ConfigError
@@ -50,6 +51,7 @@ class Parts:
     scheduler: Scheduler
     make_runner: RunnerFactory
     report: StartupReport
+    spans: RequestSpans | None = None
 
     def close(self) -> None:
         """End the worker threads; does not wait for what they are doing."""
@@ -61,6 +63,8 @@ class Parts:
 def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook | None = None) -> Parts:
     """Load everything `config` names. Raises ModelNotFound, ModelLoadError or ConfigError."""
     ledger = Ledger(on_phase, on_progress)
+    endpoint = config.otlp_endpoint
+    spans = load_spans(endpoint, config.model.model) if endpoint is not None else None  # or fail before seconds of work
     with ledger.phase("find model"):
         files = resolve(config.model.model, home=usable_home(), progress=on_progress)
     shared = hold_open(files)
@@ -98,7 +102,7 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
     )
     text = TextProcessor(tokenizer, max_context=made.context, chat_template=template)
     grammars = Grammars(partial(read_vocabulary, tokenizer, made.vocab))
-    return Parts(model, text, images, metrics, grammars, scheduler, made.make_runner, ledger.report())
+    return Parts(model, text, images, metrics, grammars, scheduler, made.make_runner, ledger.report(), spans)
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Tokenizer, str | None]:

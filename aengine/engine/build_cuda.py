@@ -27,6 +27,7 @@ from aengine.runner.cuda.flash_sampling import FlashInferChooser
 from aengine.runner.cuda.fused import SAMPLING, FusedChooser
 from aengine.runner.cuda.profile import forward_peak
 from aengine.runner.cuda.sampler import Chooser, MakeChooser
+from aengine.runner.cuda.staging import CudaStaging
 from aengine.runner.cuda.step import LOGIT_ROWS, CudaExecutor
 from aengine.runner.cuda.stream import CudaStream
 from aengine.runner.protocol import Runner
@@ -74,6 +75,7 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         zero=arena.zero,
         move=arena.move,
         states=arena.layer_states([(spec.group, spec.layer) for spec in state_specs(model)]),
+        staging=CudaStaging(api, config.scheduler.steps_in_flight + 1),  # and one that is being launched
         chooser=_flashinfer_chooser(config, ledger, _chooser(config, ledger)),
     )
     if config.device.capture:

@@ -42,7 +42,8 @@ def make_sim(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
 
     def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
         if profile is not None:
-            return StreamRunner(ThreadStream(), ModelledExecutor(profile, max_seqs=slots, vocab=vocab), loop)
+            slower = profile.slower(config.device.sim_scale)
+            return StreamRunner(ThreadStream(), ModelledExecutor(slower, max_seqs=slots, vocab=vocab), loop)
         executor = SimExecutor(
             [SimGroup(pages.capacity[0] + pages.groups[0].slots, config.cache.page_tokens)],
             max_seqs=slots,

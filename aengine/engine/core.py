@@ -1,10 +1,12 @@
 """The core loop: plan step N + 1 while step N runs.
 
-Owns: the scheduler, the runner, the inbox, and the queue of step outputs.
+Owns: the scheduler, the runner, the inbox, the queue of step outputs, and the spans of its own work.
 Does not know: text, HTTP, how tokens are computed.
 Invariants: only the loop task touches the scheduler; a handle is awaited exactly once and in order; at most `depth` + 1
 steps are in flight, and `len(in_flight) > depth` is the only line that knows it. The inbox is bounded by the façade's
-waiting room; the output queue by OUTPUT_BACKLOG steps, behind which the loop waits.
+waiting room; the output queue by OUTPUT_BACKLOG steps, behind which the loop waits. With `multi_step` K > 1, the way it
+was done before overlap, up to K decode steps are planned and launched at once, and all of them awaited before any is
+accounted: the device has no gap between them, and until the last is through nobody sees a token or an end, nor gets in.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from aengine.config import SchedulerConfig
 from aengine.errors import StepFailed
 from aengine.metrics import Metrics
 from aengine.runner.protocol import Runner
 from aengine.scheduler import Matcher, Scheduler
+from aengine.timeline import StepTimes, Timeline
 from aengine.types import (
     NO_CHOICES,
     Choices,
@@ -45,12 +49,26 @@ class FailedLaunch:
     error: BaseException
     launched: bool = False
     undecided: bool = False
+    staged_s: float = 0.0
+    arrived_s: float = 0.0
 
     def choose(self, choices: Choices) -> None:
         raise AssertionError(f"step {self.step} was not launched")
 
     async def wait(self) -> StepResult:
         raise StepFailed(f"step {self.step} could not be launched: {self.error}") from self.error
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A launched step. `waited`: nothing was in flight when it was launched. `chosen_s`: when its deferred rows got
+    their masks. Times of time.perf_counter."""
+
+    handle: StepHandle
+    launched_s: float
+    waited: bool
+    overlapped: bool = False  # another step is launched behind it
+    chosen_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -74,18 +92,26 @@ class Progress:
 
 class Core:
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, depth: int, metrics: Metrics, make_masks: MaskMaker | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        settings: SchedulerConfig,
+        metrics: Metrics,
+        timeline: Timeline,
+        make_masks: MaskMaker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.outputs: asyncio.Queue[StepOutputs] = asyncio.Queue(OUTPUT_BACKLOG)
         self.progress = Progress()
         self._runner = runner
-        self._depth = depth
+        self._multi_step = settings.multi_step
+        self._depth = 0 if settings.multi_step > 1 else settings.depth
         self._metrics = metrics
+        self._timeline = timeline
         self._make_masks = make_masks
         self._inbox: deque[tuple[Request, Matcher | None] | int] = deque()
         self._wake = asyncio.Event()
-        self._in_flight: deque[tuple[StepHandle, float]] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._preemptions = 0
 
     # ---- called by the façade, on the loop's thread
@@ -114,66 +140,120 @@ class Core:
         in_flight = self._in_flight
         while True:
             self._drain_inbox()
-            plan = self.scheduler.plan()
+            plan = self._plan(self.scheduler.plan)
             if plan is not None:
-                in_flight.append((self._launch(plan), time.perf_counter()))
+                self._launch(plan)
+                self._launch_again(plan)
             await self._emit(self.scheduler.flush())
-            while in_flight and not in_flight[-1][0].launched:
-                await self._retire_oldest()
-            if in_flight and in_flight[-1][0].undecided:
+            while in_flight and not in_flight[-1].handle.launched:
+                await self._retire()
+            if in_flight and in_flight[-1].handle.undecided:
                 await self._decide()
             if len(in_flight) > self._depth or (in_flight and plan is None):
-                await self._retire_oldest()
+                await self._retire(self._multi_step)
             elif plan is None and not in_flight and not self._inbox:
                 await self._wait_for_work()
 
     def _drain_inbox(self) -> None:
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, int):
-                self.scheduler.abort(item)
-            else:
-                self.scheduler.submit(*item)
+        if not self._inbox:
+            return
+        with self._timeline.drain as span:
+            span.value = len(self._inbox)
+            while self._inbox:
+                item = self._inbox.popleft()
+                if isinstance(item, int):
+                    self.scheduler.abort(item)
+                else:
+                    self.scheduler.submit(*item)
 
-    def _launch(self, plan: StepPlan) -> StepHandle:
+    def _plan(self, plan: Callable[[], StepPlan | None]) -> StepPlan | None:
+        with self._timeline.plan as span:
+            made = plan()
+            span.value = 0 if made is None else len(made.slots)
+        return made
+
+    def _launch(self, plan: StepPlan) -> None:
+        waited = not self._in_flight
+        if not waited:
+            self._in_flight[-1].overlapped = True
+            self.progress.steps_overlapped += 1
         self.progress.steps += 1
-        self.progress.steps_overlapped += bool(self._in_flight)
-        try:
-            return self._runner.launch(plan)
-        except Exception as error:  # fails this step's rows in order, not the loop
-            return FailedLaunch(plan.step, error)
+        with self._timeline.launch as span:
+            span.value = plan.step
+            try:
+                handle = self._runner.launch(plan)
+            except Exception as error:  # fails this step's rows in order, not the loop
+                handle = FailedLaunch(plan.step, error)
+            span.after(self._timeline.stage, handle.staged_s)
+        self._in_flight.append(InFlight(handle, time.perf_counter(), waited))
+
+    def _launch_again(self, plan: StepPlan | None) -> None:
+        """Multi-step: the next steps of rows that only decode, and whose sampling waits for nobody."""
+        for _ in range(self._multi_step - 1):
+            if plan is None or plan.decodes < len(plan.slots) or len(plan.deferred):
+                return
+            if not self._in_flight[-1].handle.launched:
+                return
+            plan = self._plan(self.scheduler.again)
+            if plan is not None:
+                self._launch(plan)
 
     async def _decide(self) -> None:
         """Launch the sampling of the newest step's deferred rows, once what their masks depend on is committed. The
         step's forward runs meanwhile, so the device does not wait."""
         while len(self._in_flight) > 1:
-            await self._retire_oldest()
+            await self._retire()
         rows, matchers = self.scheduler.decide()
         choices = NO_CHOICES
         if matchers:
             assert self._make_masks is not None
             choices = Choices(rows, await self._make_masks(matchers))
-        self._in_flight[-1][0].choose(choices)
+        newest = self._in_flight[-1]
+        newest.handle.choose(choices)
+        newest.chosen_s = time.perf_counter()
 
-    async def _retire_oldest(self) -> None:
-        handle, launched_s = self._in_flight.popleft()
-        overlapped = bool(self._in_flight)
-        self.progress.move(f"step {handle.step}")
+    async def _retire(self, most: int = 1) -> None:
+        """The oldest steps: await as many as are in flight, `most` at most, and only then account them."""
+        retired = [await self._await_oldest() for _ in range(min(most, len(self._in_flight)))]
+        self.progress.move("planning")
+        for step, outcome in retired:
+            with self._timeline.commit as span:
+                span.value = step.handle.step
+                outputs = self._account(step, outcome)
+            await self._emit(outputs)
+
+    async def _await_oldest(self) -> tuple[InFlight, StepResult | StepFailed]:
+        step = self._in_flight.popleft()
+        self.progress.move(f"step {step.handle.step}")
         try:
-            result = await handle.wait()
+            return step, await step.handle.wait()
         except StepFailed as error:
+            return step, error
+
+    def _account(self, step: InFlight, outcome: StepResult | StepFailed) -> StepOutputs:
+        if isinstance(outcome, StepFailed):
             self._metrics.step_failed()
+            self._timeline.device.forget()
             self.progress.failures += 1
             if self.progress.failures >= FAILURES_MAX:
-                raise RuntimeError(f"{FAILURES_MAX} steps failed in a row, the last with: {error}") from error
-            outputs = self.scheduler.fail(handle.step, str(error))
-        else:
-            self.progress.failures = 0
-            outputs = self.scheduler.commit(result)
-            self.progress.device_s += result.device_s
-            self._metrics.step(time.perf_counter() - launched_s, result.device_s, overlapped=overlapped)
-        self.progress.move("planning")
-        await self._emit(outputs)
+                raise RuntimeError(f"{FAILURES_MAX} steps failed in a row, the last with: {outcome}") from outcome
+            return self.scheduler.fail(step.handle.step, str(outcome))
+        self.progress.failures = 0
+        self.progress.device_s += outcome.device_s
+        self._metrics.step(time.perf_counter() - step.launched_s, outcome.device_s, overlapped=step.overlapped)
+        self._timeline.device.step(
+            StepTimes(
+                outcome.step,
+                step.launched_s,
+                outcome.began_s,
+                outcome.ended_s,
+                step.handle.arrived_s,
+                outcome.device_s,
+                step.chosen_s,
+                step.waited,
+            )
+        )
+        return self.scheduler.commit(outcome)
 
     async def _emit(self, outputs: StepOutputs) -> None:
         if outputs:
@@ -183,14 +263,16 @@ class Core:
         self._wake.clear()
         idle = not self.scheduler.has_unfinished
         self.progress.waiting_for = "requests" if idle else "a plan: nothing can run"
+        self._timeline.device.wait()
         await self._wake.wait()
+        self._timeline.device.wake(time.perf_counter())
         if idle:  # a request that comes while others are stuck is no progress
             self.progress.move("planning")
 
     async def drain_device(self) -> None:
         """After the loop was cancelled: let launched steps end, ignoring their results."""
         while self._in_flight:
-            handle, _ = self._in_flight.popleft()
+            handle = self._in_flight.popleft().handle
             if handle.undecided:
                 handle.choose(NO_CHOICES)
             try:

@@ -13,12 +13,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
+from aengine.engine.spans import RequestSpans, RequestTimes
 from aengine.engine.stops import StopStrings
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead
 from aengine.metrics import Metrics
+from aengine.timeline import Timeline
 from aengine.types import (
     Finish,
     FinishReason,
@@ -41,6 +44,7 @@ class Choice:
     """One sequence on its way out. `index` is its place among the n choices of its request."""
 
     __slots__ = (
+        "admitted_s",
         "arrived_s",
         "detokenizer",
         "first_s",
@@ -68,6 +72,7 @@ class Choice:
         self.plain = detokenizer is not None and not sampling.stop  # text goes out as it comes
         self.tokens = 0
         self.arrived_s = time.monotonic()
+        self.admitted_s = 0.0
         self.first_s = 0.0
         self.last_s = 0.0
 
@@ -91,8 +96,18 @@ class Choice:
 
 
 class OutputTask:
-    def __init__(self, queue: asyncio.Queue[StepOutputs], abort: Callable[[int], None], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        queue: asyncio.Queue[StepOutputs],
+        abort: Callable[[int], None],
+        metrics: Metrics,
+        timeline: Timeline,
+        spans: RequestSpans | None = None,
+    ) -> None:
         self._queue = queue
+        self._timeline = timeline
+        self._spans = spans
+        self._bursts = 0  # steps whose readers have not all had their turn
         self._abort = abort
         self._metrics = metrics
         self._choices: dict[int, Choice] = {}
@@ -119,9 +134,30 @@ class OutputTask:
         return len(self._choices)
 
     async def run(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            for _ in self._turns(await self._queue.get()):
-                await asyncio.sleep(0)
+            outputs = await self._queue.get()
+            turns, more = self._turns(outputs), True
+            while more:
+                with self._timeline.detokenise as span:
+                    span.value = len(outputs.handles)
+                    more = next(turns, False)
+                if more:
+                    await asyncio.sleep(0)
+            self._begin_burst()
+            loop.call_soon(self._end_burst)
+
+    def _begin_burst(self) -> None:
+        """Readers that were woken just now run before whatever is called soon after this: until then the thread writes
+        their tokens, and one span a step tells of it at no cost per reader."""
+        if not self._bursts:
+            self._timeline.write.__enter__()
+        self._bursts += 1
+
+    def _end_burst(self) -> None:
+        self._bursts -= 1
+        if not self._bursts:
+            self._timeline.write.__exit__()
 
     def fail_all(self, message: str) -> None:
         """The engine is dead: every open stream ends with an error."""
@@ -138,11 +174,13 @@ class OutputTask:
         for _ in self._turns(outputs):
             pass
 
-    def _turns(self, outputs: StepOutputs) -> Iterator[None]:
+    def _turns(self, outputs: StepOutputs) -> Iterator[bool]:
+        """True while more is to come."""
         now_s = time.monotonic()
         for admitted in outputs.admitted:
             choice = self._choices.get(admitted.handle)
             if choice is not None:
+                choice.admitted_s = now_s
                 choice.stream.cached_tokens = max(choice.stream.cached_tokens, admitted.cached_tokens)
                 self._metrics.request_admitted(now_s - choice.arrived_s, choice.prompt_tokens, admitted.cached_tokens)
         for handle, logprobs in outputs.prompt_logprobs:
@@ -151,7 +189,7 @@ class OutputTask:
         handles, tokens = outputs.handles.tolist(), outputs.tokens.tolist()
         for first in range(0, len(handles), TURN_ROWS):
             if first:
-                yield
+                yield True
             turn = slice(first, first + TURN_ROWS)
             self._rows(handles[turn], tokens[turn], first, outputs.logprobs, finishes, now_s)
         for finish in outputs.finished:
@@ -238,8 +276,21 @@ class OutputTask:
         self._abort(choice.handle)
 
     def _account(self, choice: Choice, reason: FinishReason) -> None:
-        e2e_s = time.monotonic() - choice.arrived_s
-        self._metrics.request_finished(reason.value, choice.prompt_tokens, choice.tokens, e2e_s)
+        now_s = time.monotonic()
+        self._metrics.request_finished(reason.value, choice.prompt_tokens, choice.tokens, now_s - choice.arrived_s)
+        if self._spans is not None:
+            stream = choice.stream
+            times = RequestTimes(choice.arrived_s, choice.admitted_s, choice.first_s, choice.last_s, now_s)
+            stream.on_drained(
+                choice.index,
+                partial(
+                    self._spans.ended,
+                    f"{stream.request_id}/{choice.index}",
+                    times,
+                    reason.value,
+                    (choice.prompt_tokens, stream.cached_tokens, choice.tokens),
+                ),
+            )
 
     def _prompt_logprobs(self, handle: int, logprobs: Logprobs) -> None:
         choice = self._choices.get(handle)

@@ -46,8 +46,11 @@ def _cgroup(name: str) -> int | None:
 
 
 def in_flight_tokens(scheduler: SchedulerConfig) -> int:
-    """Most positions of one sequence that are launched and not retired: every step in flight a whole budget."""
-    return (scheduler.depth + 1) * scheduler.max_batched_tokens
+    """Most positions of one sequence that are launched and not retired: every step in flight a whole budget, but for
+    steps planned at once, which have one position each."""
+    if scheduler.multi_step > 1:
+        return scheduler.max_batched_tokens + scheduler.multi_step
+    return scheduler.steps_in_flight * scheduler.max_batched_tokens
 
 
 def bytes_for(

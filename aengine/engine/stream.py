@@ -54,10 +54,18 @@ class RequestStream:
         self._waiting = False  # the reader waits for a delta, and nothing has woken it
         self._take: Callable[[OutputDelta], bool] | None = None
         self._on_finished: list[Callable[[], object]] = []
+        self._on_drained: dict[int, Callable[[], object]] = {}
 
     def on_finished(self, call: Callable[[], object]) -> None:
         """Call once when the last choice ends or the stream fails."""
         self._on_finished.append(call)
+
+    def on_drained(self, index: int, call: Callable[[], object]) -> None:
+        """Call once when the reader has all of choice `index`, which has ended, or has left."""
+        if index in self._pending:
+            self._on_drained[index] = call
+        else:
+            call()
 
     @property
     def finished(self) -> bool:
@@ -133,6 +141,8 @@ class RequestStream:
 
     async def aclose(self) -> None:
         self.abort()
+        while self._on_drained:
+            self._on_drained.popitem()[1]()
 
     def tap(self, take: Callable[[OutputDelta], bool]) -> None:
         """Offer deltas to `take` at once, on the event loop, while the reader waits in `__anext__`. True: it is dealt
@@ -157,7 +167,10 @@ class RequestStream:
             finally:
                 self._waiter = None
                 self._waiting = False
-        return _merged(self._pending.pop(next(iter(self._pending))))
+        delta = _merged(self._pending.pop(next(iter(self._pending))))
+        if delta.finish_reason is not None and self._on_drained:
+            self._on_drained.pop(delta.index)()
+        return delta
 
 
 def _merged(deltas: list[OutputDelta]) -> OutputDelta:

@@ -89,22 +89,23 @@ class ModelledExecutor:
     def run(self, staged: StagedModel) -> StepResult | Undecided:
         plan = staged.plan
         step_s = self._profile.step_s(len(plan.slots), plan.n_tokens, int((plan.starts + plan.counts).sum()))
-        self._occupy(staged.launched_s, step_s)
+        began_s = self._occupy(staged.launched_s, step_s)
         for setup in plan.setups:
             self._seeds[setup.slot] = 0 if setup.sampling.greedy else setup.seed % 2**64
             self._scored[setup.slot] = setup.sampling.logprobs is not None
             self._relay[setup.slot] = -1
         tokens, counts = self._draw(plan)
         if len(plan.deferred):
-            result: StepResult | Undecided = Undecided(partial(self._decide, plan, tokens, counts, step_s))
+            result: StepResult | Undecided = Undecided(partial(self._decide, plan, tokens, counts, began_s, step_s))
         else:
-            result = self._result(plan, tokens, counts, step_s)
+            result = self._result(plan, tokens, counts, began_s, step_s)
         left_s = self.occupancy.ended_s - self._now()
         if left_s > 0:
             self._sleep(left_s)
         return result
 
-    def _occupy(self, launched_s: float, step_s: float) -> None:
+    def _occupy(self, launched_s: float, step_s: float) -> float:
+        """When the step begins."""
         at = self.occupancy
         begins_s = max(launched_s, at.ended_s)
         if at.steps:
@@ -112,6 +113,7 @@ class ModelledExecutor:
         at.steps += 1
         at.busy_s += step_s
         at.ended_s = begins_s + step_s
+        return begins_s
 
     def _draw(self, plan: StepPlan) -> tuple[Int32s, Int32s]:
         """tokens int32 [R, K], counts int32 [R]; drafts are accepted as far as they are what would have been drawn."""
@@ -136,12 +138,14 @@ class ModelledExecutor:
             tokens[row, :count] = drawn
         return tokens, counts
 
-    def _decide(self, plan: StepPlan, tokens: Int32s, counts: Int32s, step_s: float, choices: Choices) -> StepResult:
+    def _decide(
+        self, plan: StepPlan, tokens: Int32s, counts: Int32s, began_s: float, step_s: float, choices: Choices
+    ) -> StepResult:
         for row, mask in zip(choices.rows.tolist(), choices.masks, strict=True):
             tokens[row, 0] = allowed_token(int(tokens[row, 0]), mask)
-        return self._result(plan, tokens, counts, step_s)
+        return self._result(plan, tokens, counts, began_s, step_s)
 
-    def _result(self, plan: StepPlan, tokens: Int32s, counts: Int32s, step_s: float) -> StepResult:
+    def _result(self, plan: StepPlan, tokens: Int32s, counts: Int32s, began_s: float, step_s: float) -> StepResult:
         sampled = counts > 0
         self._relay[plan.slots[sampled]] = tokens[sampled, counts[sampled] - 1]
         scored = np.flatnonzero(sampled & self._scored[plan.slots]).tolist()
@@ -152,6 +156,8 @@ class ModelledExecutor:
             {row: _certain(tokens[row, : counts[row]]) for row in scored},
             {row: _certain(targets) for row, targets in plan.prompt_logprobs.items()},
             device_s=step_s,
+            began_s=began_s,
+            ended_s=began_s + step_s,
         )
 
 

@@ -8,7 +8,7 @@ a real device is slower, and an engine that keeps up with the model keeps up wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Roofline:
         """Seconds of a step of `tokens` positions in `rows` rows whose contexts sum to `context` tokens."""
         moved_s = (self.weight_bytes + self.kv_bytes_per_token * context) / self.bytes_per_s
         return max(moved_s, self.flop_per_token * tokens / self.flop_per_s)
+
+    def slower(self, times: float) -> Roofline:
+        """A device that takes `times` as long."""
+        return replace(self, bytes_per_s=self.bytes_per_s / times, flop_per_s=self.flop_per_s / times)
 
 
 PROFILES = {

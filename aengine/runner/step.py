@@ -1,6 +1,6 @@
 """Launched steps: from a plan to a handle that is awaited once.
 
-Owns: `StreamRunner`, the `Executor` protocol, step handles, the measured time of a step.
+Owns: `StreamRunner`, the `Executor` protocol, step handles, the measured times of a step.
 Does not know: torch, devices, scheduling. What a step computes is the executor's.
 Invariants: `launch` returns at once and never raises for a step's own fault; that comes out of the handle's `wait` as
 StepFailed with the original as `__cause__`. Steps run in launch order and a failed one does not stop the next.
@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from aengine.errors import StepFailed
-from aengine.runner.protocol import DeviceStream
+from aengine.runner.protocol import DeviceStream, Event
 from aengine.runner.stream import Waiter
 from aengine.types import Choices, StepHandle, StepPlan, StepResult
 
@@ -65,23 +65,55 @@ class Undecided:
             self.release()
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step on its way. `results`: what its run gave, once it has run."""
+
+    number: int
+    future: asyncio.Future[StepResult]
+    results: list[StepResult | Launched | Undecided] = field(default_factory=list)
+    arrived_s: float = 0.0
+
+
+class _Arrival:
+    """An event that notes when the host saw it."""
+
+    def __init__(self, event: Event, step: _Step) -> None:
+        self._event = event
+        self._step = step
+
+    def wait(self) -> None:
+        try:
+            self._event.wait()
+        finally:
+            self._step.arrived_s = time.perf_counter()
+
+    def done(self) -> bool:
+        return self._event.done()
+
+
 class _Handle:
     """A `StepHandle` on a future that the waiter resolves."""
 
     def __init__(
         self,
-        step: int,
-        future: asyncio.Future[StepResult],
+        step: _Step,
         *,
         launched: bool,
+        staged_s: float,
         choose: Callable[[Choices], None] | None = None,
     ) -> None:
-        self.step = step
+        self.step = step.number
         self.launched = launched
+        self.staged_s = staged_s
         self.undecided = choose is not None
         self._choose = choose
-        self._future = future
+        self._step = step
         self._awaited = False
+
+    @property
+    def arrived_s(self) -> float:
+        return self._step.arrived_s
 
     def choose(self, choices: Choices) -> None:
         if self._choose is None:
@@ -95,7 +127,7 @@ class _Handle:
         if self._awaited:
             raise RuntimeError(f"step {self.step} was awaited twice")
         self._awaited = True
-        return await self._future
+        return await self._step.future
 
 
 class StreamRunner(Generic[Staged]):
@@ -108,63 +140,56 @@ class StreamRunner(Generic[Staged]):
         self._waiter = Waiter(loop)
         self._in_flight: set[asyncio.Future[StepResult]] = set()
         self._closed = False
-        self._forward_s = 0.0  # of the undecided step; written and read on the stream
+        self._forward = (0.0, 0.0)  # beginning and seconds, of the undecided step; written and read on the stream
 
     def launch(self, plan: StepPlan) -> StepHandle:
         if self._closed:
             raise RuntimeError(f"step {plan.step} was launched on a closed runner")
-        future: asyncio.Future[StepResult] = self._loop.create_future()
-        results: list[StepResult | Launched | Undecided] = []
+        step = _Step(plan.step, self._loop.create_future())
         try:
             staged = self._executor.stage(plan)
         except Exception as error:  # a plan that cannot be staged is a failed step, in its place in the order
-            self._resolve(plan.step, future, results, error)
-            return _Handle(plan.step, future, launched=False)
-        self._in_flight.add(future)
-        self._stream.launch(partial(self._run, staged, results))
-        told = partial(self._resolve, plan.step, future, results)
+            self._resolve(step, error)
+            return _Handle(step, launched=False, staged_s=time.perf_counter())
+        staged_s = time.perf_counter()
+        self._in_flight.add(step.future)
+        self._stream.launch(partial(self._run, staged, step))
         if len(plan.deferred):
-            return _Handle(plan.step, future, launched=True, choose=partial(self._choose, results, told))
-        self._waiter.notify(self._stream.record(), told)
-        return _Handle(plan.step, future, launched=True)
+            return _Handle(step, launched=True, staged_s=staged_s, choose=partial(self._choose, step))
+        self._notify(step)
+        return _Handle(step, launched=True, staged_s=staged_s)
 
-    def _choose(
-        self,
-        results: list[StepResult | Launched | Undecided],
-        told: Callable[[BaseException | None], None],
-        choices: Choices,
-    ) -> None:
-        self._stream.launch(partial(self._run_choice, results, choices))
-        self._waiter.notify(self._stream.record(), told)
+    def _notify(self, step: _Step) -> None:
+        self._waiter.notify(_Arrival(self._stream.record(), step), partial(self._resolve, step))
 
-    def _run_choice(self, results: list[StepResult | Launched | Undecided], choices: Choices) -> None:
+    def _choose(self, step: _Step, choices: Choices) -> None:
+        self._stream.launch(partial(self._run_choice, step, choices))
+        self._notify(step)
+
+    def _run_choice(self, step: _Step, choices: Choices) -> None:
         """Nothing is left to choose where the step itself raised; its error is in the event behind this."""
-        if not results:
+        if not step.results:
             return
-        started = time.perf_counter() - self._forward_s
-        undecided = results.pop()
+        began_s, forward_s = self._forward
+        started_s = time.perf_counter()
+        undecided = step.results.pop()
         assert isinstance(undecided, Undecided)
-        results.append(_timed(undecided.choose(choices), started))
+        step.results.append(_timed(undecided.choose(choices), began_s, started_s - forward_s))
 
-    def _run(self, staged: Staged, results: list[StepResult | Launched | Undecided]) -> None:
-        started = time.perf_counter()
+    def _run(self, staged: Staged, step: _Step) -> None:
+        began_s = time.perf_counter()
         result = self._executor.run(staged)
         if isinstance(result, Undecided):
-            self._forward_s = time.perf_counter() - started
-            results.append(result)
+            self._forward = (began_s, time.perf_counter() - began_s)
+            step.results.append(result)
         else:
-            results.append(_timed(result, started))
+            step.results.append(_timed(result, began_s, began_s))
 
-    def _resolve(
-        self,
-        step: int,
-        future: asyncio.Future[StepResult],
-        results: list[StepResult | Launched | Undecided],
-        error: BaseException | None,
-    ) -> None:
+    def _resolve(self, step: _Step, error: BaseException | None) -> None:
+        future = step.future
         self._in_flight.discard(future)
         try:
-            result = None if error is not None else _collected(results[0])
+            result = None if error is not None else _collected(step)
         except Exception as raised:
             result, error = None, raised
         if future.done():  # its awaiter was cancelled
@@ -173,7 +198,7 @@ class StreamRunner(Generic[Staged]):
             future.set_result(result)
             return
         assert error is not None
-        failed = StepFailed(f"step {step} failed: {type(error).__name__}: {error}")
+        failed = StepFailed(f"step {step.number} failed: {type(error).__name__}: {error}")
         failed.__cause__ = error
         future.set_exception(failed)
 
@@ -189,12 +214,20 @@ class StreamRunner(Generic[Staged]):
         await asyncio.to_thread(self._waiter.close)
 
 
-def _collected(result: StepResult | Launched | Undecided) -> StepResult:
+def _collected(step: _Step) -> StepResult:
+    result = step.results[0]
     assert not isinstance(result, Undecided)
-    return result if isinstance(result, StepResult) else result.collect()
+    if isinstance(result, StepResult):
+        return result
+    collected = result.collect()
+    ended_s = step.arrived_s  # the device's own clock gives the length of a step, the host's when it was over
+    return msgspec.structs.replace(collected, began_s=ended_s - collected.device_s, ended_s=ended_s)
 
 
-def _timed(result: StepResult | Launched, started: float) -> StepResult | Launched:
-    if isinstance(result, StepResult) and not result.device_s:
-        return msgspec.structs.replace(result, device_s=time.perf_counter() - started)
-    return result
+def _timed(result: StepResult | Launched, began_s: float, busy_since_s: float) -> StepResult | Launched:
+    """With the times that the executor did not tell; `busy_since_s` is later where the step waited in between."""
+    if not isinstance(result, StepResult) or result.ended_s:
+        return result
+    now_s = time.perf_counter()
+    device_s = result.device_s or now_s - busy_since_s
+    return msgspec.structs.replace(result, device_s=device_s, began_s=began_s, ended_s=now_s)

@@ -95,13 +95,14 @@ class TorchExecutor:
         move: Callable[[Sequence[PageMove]], None] | None = None,
         states: Sequence[LayerState] = (),
         sampler: AnySampler | None = None,
+        staging_sets: int = STAGING_SETS,
     ) -> None:
         self._model = model
         self._ops = ops
         self._kv = tuple(kv)
         self._states = tuple(states)
         self._device = device or torch.device("cpu")
-        self._staging = Staging(STAGING_SETS)
+        self._staging = Staging(staging_sets)
         self._input_vocab = model.vocab_size
         media = None
         if isinstance(model, MediaModel):

@@ -132,11 +132,23 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
-        self._settle()
-        self.lacking, self._large_lacking = False, 0
-        build = PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
+        build = self._begin()
         plan_decodes(self, build)
         plan_prefills(self, build)
+        return self._built(build)
+
+    def again(self) -> StepPlan | None:
+        """One step more of rows that decode, behind a step in flight, without prompts; None when no row can go on."""
+        build = self._begin()
+        plan_decodes(self, build)
+        return self._built(build)
+
+    def _begin(self) -> PlanBuilder:
+        self._settle()
+        self.lacking, self._large_lacking = False, 0
+        return PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
+
+    def _built(self, build: PlanBuilder) -> StepPlan | None:
         moves = self._compact(build.step)
         self._zero.extend(self.cache.pool.drain_retyped())
         plan = build.build(self.tables, self.setups, self._zero, self.media.pending, moves)

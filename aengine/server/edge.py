@@ -24,7 +24,7 @@ log = logging.getLogger("aengine.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset(("/", "/health"))
+OPEN_PATHS = frozenset(("/", "/trace", "/health"))
 MESSAGES_PATH = "/v1/messages"
 MAX_IGNORED_SHOWN = 32
 _LOCAL_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")

@@ -1,7 +1,7 @@
-"""The chat page at `/` and its files under `/static/`.
+"""The chat page at `/`, the timeline at `/trace`, and their files under `/static/`.
 
-Owns: the one HTML file, its styles, scripts and vendored libraries, their security headers.
-Does not know: what the page does; it speaks the public API like any client.
+Owns: the HTML files, their styles, scripts and vendored libraries, their security headers.
+Does not know: what the pages do; they speak the public API like any client.
 Invariants: the files are read once, so that no request reaches the file system; the page needs nothing but them and
 this server: its policy allows scripts, styles and calls of its own origin, no inline code, and strings become markup
 only in the sanitiser's policy.
@@ -79,6 +79,9 @@ def add_page(router: web.UrlDispatcher) -> None:
     async def page(request: web.Request) -> web.StreamResponse:
         return _answer(request, files["index.html"])
 
+    async def timeline(request: web.Request) -> web.StreamResponse:
+        return _answer(request, files["trace.html"])
+
     async def static(request: web.Request) -> web.StreamResponse:
         file = files.get(request.match_info["path"])
         if file is None:
@@ -86,6 +89,7 @@ def add_page(router: web.UrlDispatcher) -> None:
         return _answer(request, file)
 
     router.add_get("/", page)
+    router.add_get("/trace", timeline)
     router.add_get(PREFIX + "{path:.+}", static)
 
 

@@ -21,6 +21,7 @@ from aengine.server.completions import completions, embeddings
 from aengine.server.responses import responses, stored_response
 from aengine.server.responses_schema import ResponsesBody
 from aengine.server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from aengine.server.trace import trace
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,6 +58,7 @@ ROUTES = (
     Route("POST", "/detokenize", tokens.detokenize, "Text of token ids", DetokenizeBody),
     Route("GET", "/tokenizer_info", tokens.tokenizer_info, "End token, chat template, sizes"),
     Route("POST", "/reset_prefix_cache", admin.reset_prefix_cache, "Forget cached prefixes"),
+    Route("GET", "/debug/trace", trace, "The last seconds of the engine's timeline, as a Chrome trace"),
     Route("GET", "/health", admin.health, "200 while the engine makes progress"),
     Route("GET", "/metrics", admin.metrics, "Prometheus metrics", answer="text/plain", loads=False),
     Route("GET", "/version", admin.version, "The server's version", loads=False),

@@ -1,6 +1,6 @@
 """The serving process: socket, engine start, signals, drain.
 
-Owns: the listening socket, the task that starts the engine, what the two signals do.
+Owns: the listening socket, the task that starts the engine, what signals do.
 Does not know: routes, requests.
 Invariants: the socket listens before the engine loads; the engine is closed on every way out; a failed start raises.
 """
@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from aiohttp import web
 
@@ -21,6 +22,7 @@ from aengine.errors import AengineError, ConfigError
 from aengine.server.app import create_app
 from aengine.server.context import CONTEXT, ServerContext
 from aengine.server.facade import Engine
+from aengine.server.trace import write_trace
 from aengine.types import Grammar, SamplingParams
 
 log = logging.getLogger("aengine.server")
@@ -36,7 +38,9 @@ async def run_server(
     """Serves until SIGINT or SIGTERM, then drains. `on_listening` gets the base URL before the engine loads.
 
     The first signal refuses new requests with 503 and lets running ones end for `shutdown_timeout_s`; a second signal
-    ends the process at once. Raises ConfigError when the address cannot be had, and what `engine.start` raised.
+    ends the process at once. SIGUSR1 writes a trace of the last seconds to a file.
+
+    Raises ConfigError when the address cannot be had, and what `engine.start` raised.
     """
     app = create_app(engine, config)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WRITES_S)
@@ -45,7 +49,7 @@ async def run_server(
     drain_s = 0.0
     try:
         url = await _listen(runner, config)
-        with _signals(stopping):
+        with _signals(stopping), _traces_on_signal(engine):
             try:
                 if on_listening is not None:
                     on_listening(url)
@@ -120,6 +124,26 @@ def _signals(stopping: asyncio.Event) -> Iterator[None]:
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+
+
+@contextmanager
+def _traces_on_signal(engine: Engine) -> Iterator[None]:
+    """SIGUSR1 writes a trace; another one while that goes on waits its turn."""
+    loop = asyncio.get_running_loop()
+    writing: set[asyncio.Task[Path | None]] = set()
+
+    def on_signal() -> None:
+        task = loop.create_task(write_trace(engine), name="server.trace")
+        writing.add(task)
+        task.add_done_callback(writing.discard)
+
+    loop.add_signal_handler(signal.SIGUSR1, on_signal)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+        for task in writing:
+            task.cancel()
 
 
 def _end_at_once(number: int, frame: object) -> None:

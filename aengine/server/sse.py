@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +120,7 @@ class EventStream:
         return not (self._writing or self._writer is None or self._protocol.writing_paused)
 
     def take(self, delta: OutputDelta) -> bool:
-        """`send` of a delta's frames from anywhere on the loop, without a task; False, and nothing is done, unless it is
+        """`send` of a delta's frames from anywhere on the loop, without a task; False, and nothing is done, unless
         `free`.
 
         Writes what the response's own writer would write, and nothing once the client has left; the handler hears of

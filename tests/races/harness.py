@@ -63,9 +63,11 @@ class Setting:
     """`window`, `chunk` 0: one full-attention group; else one more group with that window or chunk. `state` > 0:
     recurrent state too, its checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens;
     a large page holds `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`,
-    `fail_row`: how often a step breaks, or one row of it. `structured`: how often a grammar rules the output."""
+    `fail_row`: how often a step breaks, or one row of it. `structured`: how often a grammar rules the output. `multi` > 1:
+    so many decode steps are planned at once."""
 
     depth: int = 1
+    multi: int = 1
     pages: int = 40
     seqs: int = 6
     budget: int = 16
@@ -349,10 +351,13 @@ class Episode:
                 self.device.launch(step, fails=fails, bad_rows=bad_rows)
                 if len(step.deferred):
                     self._decide(step, in_flight)
+                else:
+                    self._launch_again(step, in_flight)
             while self.rng.random() < 0.4:
                 self.device.run_one()
             if len(in_flight) > self.s.depth or (in_flight and step is None):
-                self._commit(in_flight.popleft()[0])
+                for _ in range(min(self.s.multi, len(in_flight))):
+                    self._commit(in_flight.popleft()[0])
                 idle = 0
             elif step is None:
                 idle += 1
@@ -374,6 +379,17 @@ class Episode:
         rows, matchers = self.scheduler.decide()
         masks = [matcher.mask() for matcher in matchers]
         self.device.choose(step, Choices(rows, np.array(masks, np.int32).reshape(len(masks), WORDS)))
+
+    def _launch_again(self, step: StepPlan, in_flight: deque[tuple[int, bool]]) -> None:
+        """As `Core._launch_again`."""
+        for _ in range(self.s.multi - 1):
+            again = self.scheduler.again() if step.decodes == len(step.slots) else None
+            if again is None:
+                return
+            step = again
+            self.plans.append(step)
+            in_flight.append((step.step, False))
+            self.device.launch(step, fails=self.rng.random() < self.s.fail, bad_rows=[])
 
     def _maybe_abort(self) -> None:
         if self.rng.random() < self.s.abort and self.asked:

@@ -53,6 +53,23 @@ def test_tokens_do_not_depend_on_depth_delays_or_pressure(depth: int) -> None:
     assert (zombies > 200) == (depth > 0)
 
 
+@pytest.mark.parametrize("multi", [3, 8])
+def test_tokens_do_not_depend_on_steps_planned_at_once(multi: int) -> None:
+    preemptions = zombies = failures = 0
+    for seed in range(EPISODES // 10):
+        setting = dataclasses.replace(settings(0, seed), multi=multi, draft=0.0)
+        try:
+            episode = Episode(seed, setting).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
+        preemptions += episode.scheduler.stats().preemptions
+        zombies += episode.scheduler.stats().zombie_rows
+        failures += episode.failed_steps
+    assert preemptions > 15
+    assert zombies > 25
+    assert failures >= 1
+
+
 def recurrent(depth: int, seed: int) -> Setting:
     """The same for models with recurrent state: checkpoints of other sizes than pages, dense and sparse ones, turns
     that go on at the exact end of an earlier request, large pages that hold several pages."""

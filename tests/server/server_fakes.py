@@ -237,5 +237,8 @@ class FakeEngine:
     def health(self):
         return FakeHealth(self.phase == "ready", self.phase, "it broke" if self.phase == "dead" else None)
 
+    async def trace(self, seconds):
+        return b'{"traceEvents":[],"seconds":%g}' % seconds
+
     async def reset_prefix_cache(self):
         self.resets += 1

@@ -11,7 +11,7 @@ import pytest
 from aengine.server.page import POLICY, STATIC, read_files
 
 FILES = read_files()
-HTML = FILES["index.html"].body.decode()
+PAGES = {"/": "index.html", "/trace": "trace.html"}
 OWN = {name: file.body.decode() for name, file in FILES.items() if not name.startswith("vendor/")}
 SCRIPTS = {name: text for name, text in OWN.items() if name.endswith(".js")}
 SINKS = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "srcdoc")
@@ -29,7 +29,8 @@ class Elements(HTMLParser):
 @pytest.fixture(scope="module")
 def elements():
     parser = Elements()
-    parser.feed(HTML)
+    for name in PAGES.values():
+        parser.feed(FILES[name].body.decode())
     return parser.found
 
 
@@ -42,7 +43,10 @@ async def test_every_file_is_served_without_a_key(serve):
         assert await response.read() == file.body
         assert response.headers["Content-Security-Policy"] == POLICY
         assert response.headers["X-Content-Type-Options"] == "nosniff"
-    assert (await client.head("/")).status == 200
+    for path, name in PAGES.items():
+        page = await client.get(path)
+        assert (page.status, await page.read()) == (200, FILES[name].body)
+        assert (await client.head(path)).status == 200
 
 
 async def test_a_known_file_is_not_sent_again(serve):
@@ -77,7 +81,8 @@ def test_nothing_comes_from_elsewhere(elements):
         for place in ("src", "href"):
             assert attrs.get(place, "static/").startswith(("static/", "#"))
         assert not [name for name in attrs if name.startswith("on") or name == "style"]
-    assert not re.search(r"<script[^>]*>[^<]", HTML)
+    for name in PAGES.values():
+        assert not re.search(r"<script[^>]*>[^<]", FILES[name].body.decode())
     for name, text in OWN.items():
         assert not re.search(r"url\(|@import", text), name
         assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg"}, name

@@ -31,6 +31,9 @@ async function request(path, options = {}) {
 /** The served models: [{id, max_model_len, input_modalities}]. */
 export const models = async () => (await (await request("v1/models")).json()).data;
 
+/** The last `seconds` as Chrome's trace events. */
+export const trace = async (seconds) => (await request(`debug/trace?seconds=${seconds}`)).json();
+
 /** "ready", or the phase of a server that is not; throws Problem when there is none. */
 export async function phase() {
   let response;
