@@ -76,6 +76,14 @@ class BodyTooLarge(AengineError):
     code = "body_too_large"
 
 
+class BodyTimeout(AengineError):
+    """The request's body did not come in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "body_timeout"
+
+
 class QueueFull(AengineError):
     """The waiting room is full; try again later."""
 

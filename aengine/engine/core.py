@@ -10,6 +10,7 @@ waiting room; the output queue by OUTPUT_BACKLOG steps, behind which the loop wa
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,6 +30,8 @@ from aengine.types import (
     StepPlan,
     StepResult,
 )
+
+log = logging.getLogger(__name__)
 
 MaskMaker = Callable[[Sequence[Matcher]], Awaitable[Int32s]]
 """Masks int32 [n, ceil(V / 32)] of what n matchers allow next, made off the loop."""
@@ -163,6 +166,8 @@ class Core:
             result = await handle.wait()
         except StepFailed as error:
             self._metrics.step_failed()
+            self._metrics.fault("step")
+            log.error("%s; its requests end with this error", error)
             self.progress.failures += 1
             if self.progress.failures >= FAILURES_MAX:
                 raise RuntimeError(f"{FAILURES_MAX} steps failed in a row, the last with: {error}") from error

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from aengine.errors import AengineError, AuthenticationFailed, BodyTooLarge, InvalidRequest, MethodNotAllowed, NotFound
+from aengine.server.connections import Connection
 from aengine.server.context import CONTEXT, IGNORED, REQUEST_ID, ServerContext
 from aengine.server.envelope import error_response, shorten
 from aengine.server.page import PREFIX
@@ -35,6 +36,17 @@ _EXPOSED = "x-request-id, x-aengine-ignored, x-aengine-phase, retry-after"
 @web.middleware
 async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The one middleware."""
+    connection = request.protocol
+    if not isinstance(connection, Connection):  # a test's own server
+        return await _pass(request, handler)
+    connection.gate.begin(connection)
+    try:
+        return await _pass(request, handler)
+    finally:
+        connection.gate.end(connection)
+
+
+async def _pass(request: web.Request, handler: Handler) -> web.StreamResponse:
     context = request.app[CONTEXT]
     request[REQUEST_ID] = _request_id(request)
     if request.method == "OPTIONS":
