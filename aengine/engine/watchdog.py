@@ -91,7 +91,7 @@ class Stalls:
     def __init__(self, metrics: Metrics, name_of: Callable[[int | None], str]) -> None:
         self._metrics = metrics
         self._name_of = name_of
-        self._overdue_at_s = 0.0  # the standstill that was told, by when it began
+        self._overdue_at_s = -1.0  # the standstill that was told, by when it began
         self._handles = np.zeros(0, np.int64)
         self._computed = np.zeros(0, np.int32)
         self._since_s = np.zeros(0)

@@ -32,6 +32,7 @@ def sleep_on_the_loop(seconds: float) -> None:
 
 async def test_a_blocked_loop_is_seen_from_outside(sim: Sim, caplog: pytest.LogCaptureFixture) -> None:
     async with engine(sim) as made:
+        faults(made.metrics)  # imports what it needs
         assert made._loop_watch is not None
         made._loop_watch.close()
         made._loop_watch = LoopWatch(blocked_s=0.15, look_every_s=0.03)

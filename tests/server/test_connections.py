@@ -6,11 +6,12 @@ import asyncio
 import gzip
 import json
 import logging
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from server_fakes import FakeEngine
+from server_fakes import FakeEngine, FakeModel
 
 from aengine.config import ServerConfig
 from aengine.server import create_app
@@ -58,7 +59,7 @@ def post(**fields):
 async def test_silent_connections_make_room_and_busy_ones_stay(caplog):
     engine = FakeEngine(hold_after=3)
     async with gated(engine, most=4) as (port, counters, _):
-        busy, _ = await send(port, post(stream=True))
+        busy, kept = await send(port, post(stream=True))
         await busy.readuntil(b"data: ")
         silent = [await send(port, b"GET / HT") for _ in range(20)]
         for _ in range(100):
@@ -72,6 +73,7 @@ async def test_silent_connections_make_room_and_busy_ones_stay(caplog):
         assert (await answer(reader))[0] == 200
         assert len(engine.streams) == 1
         assert not engine.aborted
+        kept.close()
     assert sum("longest idle" in record.message for record in caplog.records) == 1
 
 
@@ -129,19 +131,30 @@ async def test_slow_uploads_share_a_budget_and_small_requests_pass():
 
 
 async def test_a_client_that_takes_nothing_is_cut_and_its_request_aborted():
-    engine = FakeEngine(reply=["x" * 2**20] * 64)
-    async with gated(engine, stall_timeout_s=0.2) as (port, counters, gate):
-        _, writer = await send(port, post(stream=True), limit=1)
-        for now_s in (0.0, 0.1, 0.2, 0.3, 0.5):
-            await asyncio.sleep(0.15)
+    engine = FakeEngine(reply=["x" * 2**14] * 200, model=FakeModel(max_model_len=2**24))
+    async with gated(engine) as (port, counters, gate):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", port))
+        while not gate.open:
+            await asyncio.sleep(0.01)
+        for connection in gate._idle:
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sock.sendall(post(stream=True, max_tokens=2**23))
+        await asyncio.sleep(0.3)
+        assert sum(c.transport.get_write_buffer_size() for c in gate._busy) > 0
+        for now_s in (0.0, 1.0, 119.0):
             gate.cut_stalled(now_s)
+        assert counters.events["stalled"] == 0
+        gate.cut_stalled(121.0)
+        assert counters.events["stalled"] == 1
         for _ in range(200):
-            if not counters.connections:
+            if engine.aborted:
                 break
             await asyncio.sleep(0.01)
-        assert counters.events["stalled"] == 1
         assert len(engine.aborted) == 1
-        writer.transport.abort()
+        assert counters.connections == 0
+        sock.close()
 
 
 def test_a_backlog_that_shrinks_is_no_standstill():
