@@ -50,6 +50,14 @@ class AuthenticationFailed(AengineError):
     code = "invalid_api_key"
 
 
+class OriginRefused(AengineError):
+    """A page of another origin made a browser send this."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "origin_refused"
+
+
 class ModelNotFound(AengineError):
     """The named model is not the one served (HTTP), or was found nowhere (loading)."""
 

@@ -1,9 +1,9 @@
-"""Claim: whatever fails, fails alone: each request ends once, whole answers are right, pages add up, faults are counted.
+"""Claim: what fails, fails alone: each request ends once, whole answers are right, pages add up, faults are counted.
 
 Two parts. First the parts of an engine on the sim device raise at random (steps, staging, tokenizer, detokenizer) while
 clients leave, crawl and send nonsense, for --seconds; all that is planted must be found in the metrics. Then `aengine
-serve` meets 5,000 connections that never send, clients that read a byte a second, a KV pool that is far too small for its
-load, and SIGTERM under load, while plain streams must come through whole. Ends with 1 when the claim does not hold.
+serve` meets 5,000 connections that never send, clients that read a byte a second, a KV pool that is far too small for
+its load, and SIGTERM under load, while plain streams must come through whole. Ends with 1 when the claim does not hold.
 
     python bench/chaos.py [--seconds 60] [--seed 1] [--silent 5000]
 """
@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import resource
+import shlex
 import signal
 import socket
 import sys
@@ -32,7 +33,7 @@ from bench.soak import resident_kb
 from tests.chaos.world import Chaos
 from tests.e2e.serving import Server, serve
 
-SERVE = "--device sim --sim-step-s 0.01 --max-model-len 2048 --kv-bytes 40KiB --max-num-seqs 32".split()
+SERVE = "--device sim --sim-step-s 0.01 --max-model-len 2048 --kv-bytes 40KiB --max-num-seqs 32"
 STREAM = {"prompt": "once upon a time", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
@@ -59,7 +60,9 @@ async def plain(session: aiohttp.ClientSession, ends: Counter[str]) -> None:
         ends[f"lost: {type(error).__name__}"] += 1
         return
     whole = response.status == 200 and '"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n")
-    ends["whole" if whole else f"status {response.status}, torn" if response.status == 200 else str(response.status)] += 1
+    ends[
+        "whole" if whole else f"status {response.status}, torn" if response.status == 200 else str(response.status)
+    ] += 1
 
 
 async def load(server: Server, count: int, rounds: int = 1) -> Counter[str]:
@@ -134,7 +137,7 @@ def main() -> None:
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else soft, hard))
-    with serve(*SERVE) as server:
+    with serve(*shlex.split(SERVE)) as server:
         good = asyncio.run(hostile(server, args.silent))
     logging.disable(logging.CRITICAL)  # each planted fault has its line
     wrong = asyncio.run(planted(args.seconds, args.seed))

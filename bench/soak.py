@@ -1,8 +1,8 @@
 """Claim: hours of mixed load leave a server as it was: memory flat within 2 %, no page held, no request unanswered.
 
-Starts `aengine serve` and sends it, for --minutes, what servers meet: short and long prompts and answers, streamed and
-whole, several choices, chats, JSON output, clients that leave in the middle, bad requests, pauses. Each request must end
-in exactly one way. Prints a table and a line of JSON; ends with 1 when the claim does not hold.
+Starts `aengine serve` and sends it, for --minutes, what servers meet: short and long prompts and answers, streams
+and whole answers, several choices, chats, JSON output, clients that leave in the middle, bad requests, pauses. Each
+request must end in exactly one way. Prints a table and a line of JSON; ends with 1 when the claim does not hold.
 
     python bench/soak.py [--minutes 6] [--clients 24] [--serve-args "--device sim --sim-step-s 0.005"]
 """
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.e2e.serving import Server, serve
 
 KINDS = ("stream", "stream", "whole", "choices", "chat", "json", "leave", "leave", "bad", "long", "pause")
-WORDS = "river stone cloud seven engine paper light over under winter table green small never again".split()
+WORDS = ("river", "stone", "cloud", "seven", "engine", "paper", "light", "over", "under", "winter", "table", "green")
 WARM_UP = 0.25  # of the time; caches fill and the allocator finds its size
 FLAT = 0.02
 SIM = "--device sim --sim-step-s 0.005 --max-model-len 4096 --kv-bytes 80KiB"  # 5,000 tokens: rows are preempted

@@ -123,7 +123,9 @@ def safetensors_files(folder: Path) -> list[Path]:
             raise ModelLoadError(f"{index}: has no weight_map")
         names = sorted(set(map(str, weight_map.values())))
         for name in names:
-            if Path(name).name != name or name in ("", "..") or "\0" in name:  # a stranger's index must not open files elsewhere
+            if (
+                Path(name).name != name or name in ("", "..") or "\0" in name
+            ):  # a stranger's index must not open files elsewhere
                 raise ModelLoadError(f"{index}: shard {name[:100]!r} is not the name of a file beside it")
         files = [folder / name for name in names]
         absent = [path.name for path in files if not path.exists()]

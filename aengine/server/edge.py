@@ -15,7 +15,16 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from aengine.errors import AengineError, AuthenticationFailed, BodyTooLarge, InvalidRequest, MethodNotAllowed, NotFound
+from aengine.config import ServerConfig
+from aengine.errors import (
+    AengineError,
+    AuthenticationFailed,
+    BodyTooLarge,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    OriginRefused,
+)
 from aengine.server.connections import Connection
 from aengine.server.context import CONTEXT, IGNORED, REQUEST_ID, ServerContext
 from aengine.server.envelope import error_response, shorten
@@ -29,6 +38,7 @@ OPEN_PATHS = frozenset(("/", "/health"))
 MAX_IGNORED_SHOWN = 32
 _LOCAL_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _EXPOSED = "x-request-id, x-aengine-ignored, x-aengine-phase, retry-after"
 
@@ -54,6 +64,7 @@ async def _pass(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if request.path not in OPEN_PATHS and not request.path.startswith(PREFIX):
             check_key(request, context.config.api_key)
+            check_origin(request, context.config)
         return await handler(request)
     except AengineError as error:
         return _failed(error, context)
@@ -97,6 +108,17 @@ def check_key(request: web.Request, key: str | None) -> None:
     sent = token.strip().encode("utf-8", "surrogateescape")
     if scheme.lower() != "bearer" or not hmac.compare_digest(sent, key.encode()):
         raise AuthenticationFailed("missing or wrong API key; send 'Authorization: Bearer <key>'")
+
+
+def check_origin(request: web.Request, config: ServerConfig) -> None:
+    """Without a key, any page that a user of this machine opens could make the browser send requests here, though not
+    read the answers. Raises OriginRefused."""
+    origin = request.headers.get("Origin")
+    if config.api_key is not None or origin is None or request.method not in _CHANGING:
+        return
+    own = origin.partition("://")[2] == request.headers.get("Host")
+    if not own and not origin_allowed(origin, config.cors_origins):
+        raise OriginRefused(f"pages of {shorten(origin, 100)!r} may not call this server; see cors_origins")
 
 
 def origin_allowed(origin: str, configured: tuple[str, ...]) -> bool:

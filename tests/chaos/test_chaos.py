@@ -26,5 +26,13 @@ async def test_chaos(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not chaos.wrong, "\n".join(chaos.wrong[:20])
     assert all(chaos.faults.raised[kind] for kind in ("stage", "run", "encode", "detokenize")), chaos.faults.raised
     ends = " ".join(chaos.ends)
-    for end in ("stream: ok", "choices: ok", "leave: left", "crawl: ok", "error step_failed", "text: 400", "no_http: 400"):
+    for end in (
+        "stream: ok",
+        "choices: ok",
+        "leave: left",
+        "crawl: ok",
+        "error step_failed",
+        "text: 400",
+        "no_http: 400",
+    ):
         assert end in ends, chaos.ends
