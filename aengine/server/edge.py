@@ -72,7 +72,7 @@ async def _pass(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _http_error(request, error, context)
     except Exception:
         id = request[REQUEST_ID]
-        log.exception("%s %s (%s) failed on an internal fault", request.method, shorten(request.path, 200), id)
+        log.exception("%s %r (%s) failed on an internal fault", request.method, shorten(request.path, 200), id)
         return error_response(AengineError(f"internal error; the server's log has more under {id}"))
 
 
