@@ -66,6 +66,14 @@ class AuthenticationFailed(AengineError):
     code = "invalid_api_key"
 
 
+class OriginRefused(AengineError):
+    """A page of another origin made a browser send this."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "origin_refused"
+
+
 class ModelNotFound(AengineError):
     """The named model is not the one served (HTTP), or was found nowhere (loading)."""
 
@@ -90,6 +98,14 @@ class BodyTooLarge(AengineError):
     status = 413
     type = "invalid_request_error"
     code = "body_too_large"
+
+
+class BodyTimeout(AengineError):
+    """The request's body did not come in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "body_timeout"
 
 
 class QueueFull(AengineError):

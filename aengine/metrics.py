@@ -36,6 +36,7 @@ _TOKEN_TIMES_S = (
 _REQUEST_TIMES_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
 _STEP_TIMES_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 5.0, 20.0)
 _LAGS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+FAULTS = ("step", "detokenizer", "tokenizer", "loop_blocked", "step_overdue", "request_stalled")
 _TOKEN_COUNTS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 
@@ -138,6 +139,7 @@ class Metrics:
         self._step = Histogram(_STEP_TIMES_S)
         self._step_device = Histogram(_STEP_TIMES_S)
         self._lag = Histogram(_LAGS_S)
+        self._gc = Histogram(_LAGS_S)
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._generation_tokens = 0
@@ -146,6 +148,7 @@ class Metrics:
         self._finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self._rejected: Counter[str] = Counter()
         self._disabled: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
 
     def bind(self, snapshot: Callable[[], Snapshot]) -> None:
         """Where gauges come from; called on the event loop at each scrape, must not wait."""
@@ -203,6 +206,14 @@ class Metrics:
         """How late the event loop woke up."""
         self._lag.observe(seconds)
 
+    def gc_pause(self, seconds: float) -> None:
+        """The garbage collector held everybody up."""
+        self._gc.observe(seconds)
+
+    def fault(self, kind: str) -> None:
+        """Something went wrong that must not: one of FAULTS."""
+        self._faults[kind] += 1
+
     def feature_disabled(self, feature: str) -> None:
         """A feature that was asked for runs on a slower path or not at all."""
         self._disabled[feature] += 1
@@ -254,6 +265,7 @@ class Metrics:
         yield self._by(
             "aengine:requests_rejected", "Requests refused before they were queued.", "reason", self._rejected
         )
+        yield self._by("aengine:faults", "Faults that were contained.", "kind", self._faults)
         yield self._by("aengine:features_disabled", "Features asked for and not in effect.", "feature", self._disabled)
         yield self._by(
             "aengine:stage_seconds", "Wall time of the event loop's thread, exclusive.", "stage", self._stages()
@@ -273,6 +285,7 @@ class Metrics:
             ("aengine:step_seconds", "Launch of a step to its result.", self._step),
             ("aengine:step_device_seconds", "Time the device computed a step.", self._step_device),
             ("aengine:loop_lag_seconds", "How late the event loop woke up.", self._lag),
+            ("aengine:gc_pause_seconds", "Pauses of the garbage collector.", self._gc),
         ):
             yield self._histogram(name, text, histogram)
 

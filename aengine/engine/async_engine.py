@@ -30,6 +30,7 @@ from aengine.engine.output import Choice, OutputTask
 from aengine.engine.process import collect_seldom, give_back_free_memory
 from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
 from aengine.engine.stream import RequestStream
+from aengine.engine.watchdog import LOOK_EVERY_S, GcPauses, LoopWatch, Stalls
 from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, RequestTooLarge
 from aengine.metrics import Metrics
 from aengine.scheduler import Matcher
@@ -84,6 +85,7 @@ class AsyncEngine:
         self._tasks: list[asyncio.Task[None]] = []
         self._death: str | None = None
         self._next_handle = 1
+        self._loop_watch: LoopWatch | None = None
         self._image_bytes = 0
         self._streams: dict[str, tuple[RequestStream, list[int]]] = {}
         self._encoding: dict[str, bool] = {}  # requests on their way to `submit` -> whether aborted meanwhile
@@ -112,11 +114,13 @@ class AsyncEngine:
         parts.metrics.bind(self.stats)
         parts.metrics.bind_times(timeline.clock.totals, lambda: timeline.device.idle_s(time.perf_counter()))
         self._timeline = timeline
+        parts.text.on_fault = lambda: parts.metrics.fault("tokenizer")
+        self._loop_watch = LoopWatch()
         self._runner = runner
         self._tasks = [
             asyncio.create_task(self._supervise(core.run), name="aengine-core"),
             asyncio.create_task(self._supervise(self._output.run), name="aengine-output"),
-            asyncio.create_task(self._supervise(self._watch_lag), name="aengine-lag"),
+            asyncio.create_task(self._supervise(self._watch), name="aengine-watch"),
         ]
         if self._own_process:
             collect_seldom()
@@ -169,15 +173,34 @@ class AsyncEngine:
         if self._on_phase is not None:
             self._on_phase(name, seconds)
 
-    async def _watch_lag(self) -> None:
-        """How late the event loop wakes a sleeper: what every timer, socket and step result waits for."""
+    async def _watch(self) -> None:
+        """How late the event loop wakes a sleeper: what every timer, socket and step result waits for. And once a
+        second, whether steps and requests move."""
         assert self._timeline is not None
-        while True:
-            due_s = time.perf_counter() + LAG_EVERY_S
-            await asyncio.sleep(LAG_EVERY_S)
-            woken_s = time.perf_counter()
-            self.metrics.loop_lag(max(0.0, woken_s - due_s))
-            self._timeline.lag(due_s, woken_s)
+        pauses, stalls = GcPauses(), Stalls(self.metrics, self._name)
+        look_s = 0.0
+        try:
+            while True:
+                due_s = time.perf_counter() + LAG_EVERY_S
+                await asyncio.sleep(LAG_EVERY_S)
+                woken_s, now_s = time.perf_counter(), time.monotonic()
+                self.metrics.loop_lag(max(0.0, woken_s - due_s))
+                self._timeline.lag(due_s, woken_s)
+                self._turned(pauses)
+                if now_s >= look_s:
+                    look_s = now_s + LOOK_EVERY_S
+                    assert self._core is not None
+                    stalls.look(now_s, self._core.progress, self._core.scheduler)
+        finally:
+            pauses.close()
+
+    def _turned(self, pauses: GcPauses) -> None:
+        assert self._loop_watch is not None
+        self._loop_watch.beat()
+        for _ in range(self._loop_watch.take_faults()):
+            self.metrics.fault("loop_blocked")
+        for seconds in pauses.take():
+            self.metrics.gc_pause(seconds)
 
     async def _supervise(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`work` is called here, so that a task cancelled before its first turn leaves no coroutine behind."""
@@ -204,6 +227,8 @@ class AsyncEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._loop_watch is not None:
+            await asyncio.to_thread(self._loop_watch.close)
         await self._core.drain_device()
         await self._runner.close()
         self._loaded().close()
@@ -516,6 +541,8 @@ class AsyncEngine:
             return Health(False, "dead", self._death)
         if self.phase != "ready" or self._core is None:
             return Health(False, self.phase, f"the engine is {self.phase}")
+        if self._loop_watch is not None and self._loop_watch.blocked:
+            return Health(False, self.phase, f"the event loop has not turned for {self._loop_watch.silent_s:.1f} s")
         progress, scheduler = self._core.progress, self._core.scheduler
         still_s = time.monotonic() - progress.at_s
         if scheduler.has_unfinished and still_s > STALL_S:

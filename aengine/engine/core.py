@@ -12,6 +12,7 @@ accounted: the device has no gap between them, and until the last is through nob
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,6 +34,8 @@ from aengine.types import (
     StepPlan,
     StepResult,
 )
+
+log = logging.getLogger(__name__)
 
 MaskMaker = Callable[[Sequence[Matcher]], Awaitable[Int32s]]
 """Masks int32 [n, ceil(V / 32)] of what n matchers allow next, made off the loop."""
@@ -234,6 +237,8 @@ class Core:
         if isinstance(outcome, StepFailed):
             self._metrics.step_failed()
             self._timeline.device.forget()
+            self._metrics.fault("step")
+            log.error("%s; its requests end with this error", outcome)
             self.progress.failures += 1
             if self.progress.failures >= FAILURES_MAX:
                 raise RuntimeError(f"{FAILURES_MAX} steps failed in a row, the last with: {outcome}") from outcome

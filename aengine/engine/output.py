@@ -269,6 +269,7 @@ class OutputTask:
     def _fail(self, choice: Choice, error: Exception) -> None:
         """A tokenizer fault ends this choice; the engine goes on."""
         log.error("request %s: detokenising failed: %r", choice.stream.request_id, error)
+        self._metrics.fault("detokenizer")
         message = f"detokenising failed: {error}"
         self._drop(choice.handle)
         choice.stream.push(OutputDelta(choice.index, "", (), None, FinishReason.ERROR, None, message))

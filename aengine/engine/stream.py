@@ -26,6 +26,7 @@ class RequestStream:
         "_abort",
         "_error",
         "_first_ended",
+        "_on_drained",
         "_on_finished",
         "_pending",
         "_take",

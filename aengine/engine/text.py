@@ -9,6 +9,7 @@ detokenising one new token, a few microseconds, is the exception and runs in the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,10 +20,16 @@ from aengine.models.detokenize import TextStream
 from aengine.models.response import ResponseStream
 from aengine.models.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
 TEXT_THREADS = 2
 CHARS_PER_TOKEN_MAX = 256  # the longest tokens of common vocabularies are runs of 128 blanks
+
+
+def _ignore() -> None:
+    """Nobody counts."""
 
 
 class TextProcessor:
@@ -32,6 +39,7 @@ class TextProcessor:
         self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._max_context = max_context
+        self.on_fault: Callable[[], None] = _ignore  # called on the loop when the tokenizer itself raised
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="aengine-text")
 
     @property
@@ -67,6 +75,8 @@ class TextProcessor:
         except AengineError:
             raise
         except Exception as error:  # a tokenizer that raises fails its request, not the engine
+            log.error("the tokenizer raised on a request's text: %s", repr(error)[:300])
+            self.on_fault()
             raise InvalidRequest(f"the text cannot be tokenized: {type(error).__name__}: {error}"[:500]) from error
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

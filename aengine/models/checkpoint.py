@@ -121,7 +121,13 @@ def safetensors_files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise ModelLoadError(f"{index}: has no weight_map")
-        files = [folder / name for name in sorted(set(map(str, weight_map.values())))]
+        names = sorted(set(map(str, weight_map.values())))
+        for name in names:
+            if (
+                Path(name).name != name or name in ("", "..") or "\0" in name
+            ):  # a stranger's index must not open files elsewhere
+                raise ModelLoadError(f"{index}: shard {name[:100]!r} is not the name of a file beside it")
+        files = [folder / name for name in names]
         absent = [path.name for path in files if not path.exists()]
         if absent:
             raise ModelLoadError(f"{folder}: {len(absent)} of {len(files)} shards are missing: {', '.join(absent[:5])}")

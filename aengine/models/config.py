@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 from aengine.errors import ModelLoadError
 from aengine.models import lfm2_config, mixed_config
+from aengine.models.bounds import checked_layers
 from aengine.models.mixed_config import Mixture, Temperature
 from aengine.models.quant_method import QuantMethod, quant_method
 from aengine.models.vision_config import VisionConfig, text_part, vision_part
@@ -198,7 +199,7 @@ def config_from_hf(config: Json, generation: Json | None = None) -> ModelConfig:
     if family == "lfm2":
         convs, config = lfm2_config.conv_layers(config), lfm2_config.common_keys(config)
     heads, hidden = _int(config, "num_attention_heads"), _int(config, "hidden_size")
-    gemma, layers = family == "gemma3", _int(config, "num_hidden_layers")
+    gemma, layers = family == "gemma3", checked_layers(_int(config, "num_hidden_layers"))
     head_dim = int(config.get("head_dim") or _HEAD_DIMS.get(family) or hidden // heads)
     max_positions = int(config.get("max_position_embeddings") or _MAX_POSITIONS[family])
     rope, local_rope = _ropes(config, family, head_dim, max_positions)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from aengine.errors import ModelLoadError
+from aengine.models.bounds import checked_layers
 from aengine.models.config import Family, ModelConfig, RopeConfig, RopeType
 from aengine.models.gguf import GGUFFile, GGUFValue
 
@@ -77,7 +78,7 @@ def _config(file: GGUFFile, keys: _Keys, family: Family, architecture: str) -> M
     if keys.count("attention.value_length", head_dim) != head_dim:
         raise ModelLoadError(f"{file.path}: value heads of another size than key heads ({head_dim})")
     rope = _rope(file, keys, head_dim, 1e6 if gemma else 10_000.0)
-    layers, max_positions = keys.count("block_count"), keys.count("context_length")
+    layers, max_positions = checked_layers(keys.count("block_count")), keys.count("context_length")
     return ModelConfig(
         family=family,
         architecture=architecture,

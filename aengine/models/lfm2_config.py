@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aengine.errors import ModelLoadError
+from aengine.models.bounds import checked_layers
 
 Json = Mapping[str, Any]
 ROPE_THETA = 1_000_000.0
@@ -28,7 +29,7 @@ def common_keys(config: Json) -> dict[str, Any]:
 
 def conv_layers(config: Json) -> tuple[bool, ...]:
     """Which layers are short convolutions; the others attend."""
-    layers = int(config.get("num_hidden_layers") or 0)
+    layers = checked_layers(int(config.get("num_hidden_layers") or 0))
     kinds = config.get("layer_types")
     if kinds is None:
         attending = config.get("full_attn_idxs")

@@ -17,6 +17,7 @@ import torch
 from aengine.kernels.ops import Model, Ops
 from aengine.kernels.quantised import Quantised
 from aengine.kernels.reference import ReferenceOps
+from aengine.models.bounds import absurd_values
 from aengine.models.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -49,7 +50,8 @@ __all__ = [
 
 def load_config(files: ModelFiles) -> ModelConfig:
     """Raises ModelLoadError when the model is malformed or of an unsupported kind."""
-    return config_from_gguf(open_gguf(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
+    with absurd_values(files.path):
+        return config_from_gguf(open_gguf(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
 
 
 class _Shapes:

@@ -33,6 +33,7 @@ from aengine.scheduler.sequence import Sequence, WaitingRoom
 from aengine.scheduler.structured import broken_rows, decide_rows
 from aengine.types import (
     FinishReason,
+    Int32s,
     Int64s,
     PageMove,
     Request,
@@ -234,6 +235,10 @@ class Scheduler:
     def oldest(self) -> int | None:
         """Handle of the oldest unfinished request: what a watchdog names when nothing moves."""
         return min(self._by_handle, default=None)
+
+    def positions(self) -> tuple[Int64s, Int32s]:
+        """(handle or -1, positions computed) by slot, copied: who of the running ones has moved since the last call."""
+        return self.columns.handle.copy(), self.columns.computed.copy()
 
     def sequence(self, handle: int) -> Sequence | None:
         return self._by_handle.get(handle)

@@ -55,7 +55,8 @@ async def health(request: web.Request) -> web.StreamResponse:
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:
-    body = request.app[CONTEXT].engine.metrics.render()
+    context = request.app[CONTEXT]
+    body = context.engine.metrics.render() + context.counters.render()
     return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
 

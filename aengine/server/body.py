@@ -1,8 +1,8 @@
 """Request bodies: bytes to validated structs.
 
-Owns: the size limit, JSON decoding, the translation of its errors, the names of ignored fields.
+Owns: JSON decoding, the translation of its errors, the names of ignored fields.
 Does not know: what any field means.
-Invariants: every fault of a body is a small InvalidRequest or BodyTooLarge; `param` names the field
+Invariants: every fault of a body's text is a small InvalidRequest; `param` names the field
 wherever it is known.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from aiohttp import web
 
-from aengine.errors import BodyTooLarge, InvalidRequest
+from aengine.errors import InvalidRequest
 from aengine.server.constraints import refuse_constraints
 from aengine.server.context import CONTEXT, IGNORED
 
@@ -42,7 +42,7 @@ class Body(Generic[T]):
 
 async def read_body(request: web.Request, type: type[T]) -> Body[T]:
     """Reads and validates a JSON body and remembers its unknown fields for the response header."""
-    data = await read_bytes(request)
+    data = await request.app[CONTEXT].uploads.read(request)
     _check_values(data)
     fields = decode_json(data, dict[str, msgspec.Raw])
     if len(fields) > MAX_FIELDS:
@@ -61,20 +61,6 @@ async def read_body(request: web.Request, type: type[T]) -> Body[T]:
         request[IGNORED] = ignored
         request.app[CONTEXT].note_ignored(ignored)
     return Body(value, ignored, len(data))
-
-
-async def read_bytes(request: web.Request) -> bytes:
-    """The body; raises BodyTooLarge with both numbers, at once when the length was announced."""
-    limit = request.app[CONTEXT].config.max_body_bytes
-    announced = request.content_length
-    if announced is not None and announced > limit:
-        raise BodyTooLarge(f"the body has {announced} bytes; at most {limit} are accepted")
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise BodyTooLarge(f"the body has more than the {limit} bytes that are accepted") from None
-    except web.RequestPayloadError as error:
-        raise InvalidRequest(f"the body could not be read: {error}") from None
 
 
 def _check_values(data: bytes) -> None:

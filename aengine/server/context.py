@@ -1,6 +1,7 @@
 """What the handlers of one application share.
 
-Owns: the engine and the settings, the readiness gate, the served names, the log of ignored fields.
+Owns: the engine and the settings, the counters, the budget of bodies, the readiness gate, the served names, the log of
+ignored fields.
 Does not know: HTTP messages.
 Invariants: no handler touches the engine before `ready()` let it through; the log of ignored names is bounded.
 """
@@ -17,8 +18,10 @@ from aiohttp import web
 
 from aengine.config import ServerConfig
 from aengine.errors import EngineDead, ModelNotFound, NotReady
+from aengine.server.counters import Counters
 from aengine.server.envelope import shorten
 from aengine.server.facade import Engine
+from aengine.server.uploads import Uploads
 
 log = logging.getLogger("aengine.server")
 
@@ -34,6 +37,13 @@ class ServerContext:
         self.engine = engine
         self.config = config
         self.draining = False
+        self.counters = Counters()
+        self.uploads = Uploads(
+            self.counters,
+            max_bytes=config.max_body_bytes,
+            all_bytes=config.max_upload_bytes,
+            timeout_s=config.body_timeout_s,
+        )
         self._ignored: set[str] = set()
 
     def ready(self) -> Engine:

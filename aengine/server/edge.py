@@ -15,7 +15,17 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from aengine.errors import AengineError, AuthenticationFailed, BodyTooLarge, InvalidRequest, MethodNotAllowed, NotFound
+from aengine.config import ServerConfig
+from aengine.errors import (
+    AengineError,
+    AuthenticationFailed,
+    BodyTooLarge,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    OriginRefused,
+)
+from aengine.server.connections import Connection
 from aengine.server.context import CONTEXT, IGNORED, REQUEST_ID, ServerContext
 from aengine.server.envelope import error_object, error_response, shorten, typed_error_object
 from aengine.server.page import PREFIX
@@ -29,6 +39,7 @@ MESSAGES_PATH = "/v1/messages"
 MAX_IGNORED_SHOWN = 32
 _LOCAL_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _EXPOSED = "x-request-id, x-aengine-ignored, x-aengine-phase, retry-after"
 
@@ -36,6 +47,17 @@ _EXPOSED = "x-request-id, x-aengine-ignored, x-aengine-phase, retry-after"
 @web.middleware
 async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The one middleware."""
+    connection = request.protocol
+    if not isinstance(connection, Connection):  # a test's own server
+        return await _pass(request, handler)
+    connection.gate.begin(connection)
+    try:
+        return await _pass(request, handler)
+    finally:
+        connection.gate.end(connection)
+
+
+async def _pass(request: web.Request, handler: Handler) -> web.StreamResponse:
     context = request.app[CONTEXT]
     request[REQUEST_ID] = _request_id(request)
     if request.method == "OPTIONS":
@@ -43,6 +65,7 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if request.path not in OPEN_PATHS and not request.path.startswith(PREFIX):
             check_key(request, context.config.api_key)
+            check_origin(request, context.config)
         return await handler(request)
     except AengineError as error:
         return _failed(request, error)
@@ -50,7 +73,7 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _http_error(request, error)
     except Exception:
         id = request[REQUEST_ID]
-        log.exception("%s %s (%s) failed on an internal fault", request.method, shorten(request.path, 200), id)
+        log.exception("%s %r (%s) failed on an internal fault", request.method, shorten(request.path, 200), id)
         return _failed(request, AengineError(f"internal error; the server's log has more under {id}"))
 
 
@@ -90,6 +113,17 @@ def check_key(request: web.Request, key: str | None) -> None:
         if hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), key.encode()):
             return
     raise AuthenticationFailed("missing or wrong API key; send 'Authorization: Bearer <key>' or 'x-api-key: <key>'")
+
+
+def check_origin(request: web.Request, config: ServerConfig) -> None:
+    """Without a key, any page that a user of this machine opens could make the browser send requests here, though not
+    read the answers. Raises OriginRefused."""
+    origin = request.headers.get("Origin")
+    if config.api_key is not None or origin is None or request.method not in _CHANGING:
+        return
+    own = origin.partition("://")[2] == request.headers.get("Host")
+    if not own and not origin_allowed(origin, config.cors_origins):
+        raise OriginRefused(f"pages of {shorten(origin, 100)!r} may not call this server; see cors_origins")
 
 
 def origin_allowed(origin: str, configured: tuple[str, ...]) -> bool:

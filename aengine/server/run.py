@@ -20,6 +20,7 @@ from aiohttp import web
 from aengine.config import ServerConfig
 from aengine.errors import AengineError, ConfigError
 from aengine.server.app import create_app
+from aengine.server.connections import Gate, GatedRunner, room_for_connections
 from aengine.server.context import CONTEXT, ServerContext
 from aengine.server.facade import Engine
 from aengine.server.trace import write_trace
@@ -43,8 +44,11 @@ async def run_server(
     Raises ConfigError when the address cannot be had, and what `engine.start` raised.
     """
     app = create_app(engine, config)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WRITES_S)
+    most = room_for_connections(config.max_connections)
+    gate = Gate(app[CONTEXT].counters, most=most, stall_s=config.stall_timeout_s)
+    runner = GatedRunner(app, gate, idle_s=config.idle_timeout_s, shutdown_timeout=LAST_WRITES_S)
     await runner.setup()
+    sweep = asyncio.create_task(gate.sweep(), name="server.sweep")
     stopping = asyncio.Event()
     drain_s = 0.0
     try:
@@ -58,6 +62,8 @@ async def run_server(
             finally:
                 await _shut_down(engine, app[CONTEXT], runner, drain_s)
     finally:
+        sweep.cancel()
+        await asyncio.gather(sweep, return_exceptions=True)
         await runner.cleanup()
 
 

@@ -61,7 +61,7 @@ def test_every_setting_reaches_its_place_from_each_source(monkeypatch, tmp_path)
     }
     for setting in settings.settings():
         text = setting.choices[-1] if setting.choices else "a,b" if setting.is_list else texts.get(setting.kind)
-        text = {"depth": "2", "max_body_bytes": "2048"}.get(setting.name, text)
+        text = {"depth": "2", "max_body_bytes": "2048", "max_upload_bytes": "2048"}.get(setting.name, text)
         flag = [text] if setting.name == "model" else [setting.flag, text]
         if setting.kind is bool:
             text = "false" if setting.default else "true"

@@ -63,8 +63,8 @@ class Setting:
     """`window`, `chunk` 0: one full-attention group; else one more group with that window or chunk. `state` > 0:
     recurrent state too, its checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens;
     a large page holds `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`,
-    `fail_row`: how often a step breaks, or one row of it. `structured`: how often a grammar rules the output. `multi` > 1:
-    so many decode steps are planned at once."""
+    `fail_row`: how often a step breaks, or one row of it. `structured`: how often a grammar rules the output.
+    `multi` > 1: so many decode steps are planned at once."""
 
     depth: int = 1
     multi: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -75,6 +76,31 @@ async def test_cors(serve, chat_body, origin, allowed):
     assert before.headers.get("Access-Control-Allow-Headers") == ("x-stainless" if allowed else None)
 
 
+async def test_without_a_key_pages_of_other_origins_are_refused(serve, chat_body, envelope):
+    """A form or a fetch without preflight reaches the server, whoever wrote the page."""
+    client, engine = await serve()
+    own = f"http://{client.host}:{client.port}"
+    for origin, status in ((own, 200), ("http://localhost:3000", 200), (None, 200), ("http://evil.example", 403)):
+        headers = {"Content-Type": "text/plain"} | ({} if origin is None else {"Origin": origin})
+        response = await client.post(URL, json=chat_body(), headers=headers)
+        assert response.status == status, origin
+    await envelope(response, 403, code="origin_refused")
+    assert (await client.post("/reset_prefix_cache", headers={"Origin": "null"})).status == 403
+    assert engine.resets == 0
+    assert (await client.get("/v1/models", headers={"Origin": "http://evil.example"})).status == 200
+
+
+async def test_strangers_write_no_lines_of_the_log(serve, chat_body, caplog):
+    client, engine = await serve()
+    with caplog.at_level(logging.DEBUG):
+        await client.post(URL, json=chat_body(**{"a\nINFO all is well": 1}, model="m\r\nINFO"))
+        await client.get("/x%0aINFO%20all%20is%20well")
+        await client.get("/health", headers={"x-request-id": "a INFO all is well"})
+        engine.refuses = [ZeroDivisionError("planted")]
+        assert (await client.post("/v1/completions?a=%0aINFO", json={"prompt": "x"})).status == 500
+    assert not [record for record in caplog.records if "\n" in record.getMessage() or "\r" in record.getMessage()]
+
+
 def test_star_allows_all():
     assert origin_allowed("https://any.example", ("*",))
     assert not origin_allowed("https://any.example", ())
@@ -146,3 +172,15 @@ async def test_small_endpoints(serve):
     assert "vllm:num_requests_running" in await metrics.text()
     assert (await client.post("/reset_prefix_cache")).status == 200
     assert engine.resets == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../run.py", "/static/%2e%2e/run.py", "/../../etc/passwd", "/static//etc/passwd"]
+)
+async def test_nothing_outside_the_page_is_served(serve, envelope, path):
+    client, _ = await serve()
+    reader, writer = await asyncio.open_connection(client.host, client.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 404 ")

@@ -1,0 +1,222 @@
+"""Connections that say nothing, read nothing or send nonsense; bodies that come slowly: what is cut, and who is not."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from server_fakes import FakeEngine, FakeModel
+
+from aengine.config import ServerConfig
+from aengine.server import create_app
+from aengine.server.connections import Backlog, Gate, GatedRunner, room_for_connections
+from aengine.server.context import CONTEXT
+from aengine.server.counters import Counters
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@asynccontextmanager
+async def gated(engine=None, most=8, **settings):
+    """(port, counters, gate) of a server in this loop."""
+    config = ServerConfig(port=0, **settings)
+    app = create_app(engine or FakeEngine(), config)
+    gate = Gate(app[CONTEXT].counters, most=most, stall_s=config.stall_timeout_s)
+    runner = GatedRunner(app, gate, idle_s=config.idle_timeout_s, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1], app[CONTEXT].counters, gate
+    finally:
+        await runner.cleanup()
+
+
+async def send(port, data, *, limit=2**16):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=limit)
+    writer.write(data)
+    return reader, writer
+
+
+async def answer(reader):
+    """(status, envelope's inside) of a small answer."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    body = json.loads(await reader.readexactly(length))
+    return int(head.split()[1]), body.get("error"), head
+
+
+def post(**fields):
+    body = json.dumps({"prompt": "hi", **fields}).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+async def test_silent_connections_make_room_and_busy_ones_stay(caplog):
+    engine = FakeEngine(hold_after=3)
+    async with gated(engine, most=4) as (port, counters, _):
+        busy, kept = await send(port, post(stream=True))
+        await busy.readuntil(b"data: ")
+        silent = [await send(port, b"GET / HT") for _ in range(20)]
+        for _ in range(100):
+            if counters.events["evicted"] >= 17:
+                break
+            await asyncio.sleep(0.01)
+        assert counters.events["evicted"] == 17  # 21 came, 4 may stay
+        assert (counters.connections, counters.busy) == (4, 1)
+        assert await asyncio.wait_for(silent[0][0].read(), 2) == b""
+        reader, _ = await send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        assert len(engine.streams) == 1
+        assert not engine.aborted
+        kept.close()
+    assert sum("longest idle" in record.message for record in caplog.records) == 1
+
+
+async def test_when_all_are_busy_new_ones_are_refused_at_once():
+    async with gated(FakeEngine(hold_after=3), most=2) as (port, counters, _):
+        held = [await send(port, post(stream=True)) for _ in range(2)]
+        for reader, _ in held:
+            await reader.readuntil(b"data: ")
+        reader, _ = await send(port, post())
+        status, error, head = await answer(reader)
+        assert (status, error["code"]) == (503, "busy")
+        assert b"Retry-After: 1" in head
+        assert counters.events["refused"] == 1
+        held[0][1].close()
+        for _ in range(100):
+            if counters.busy < 2:
+                break
+            await asyncio.sleep(0.01)
+        reader, _ = await send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+
+
+async def test_a_head_that_does_not_come_ends_the_connection():
+    async with gated(idle_timeout_s=0.2) as (port, counters, _):
+        readers = [(await send(port, data))[0] for data in (b"", b"POST /v1/comp", HEAD)]
+        for reader in readers:
+            assert await asyncio.wait_for(reader.read(), 3) == b""
+        assert counters.connections == 0
+
+
+async def test_a_body_that_does_not_come_is_told():
+    async with gated(body_timeout_s=0.1) as (port, counters, _):
+        reader, _ = await send(port, HEAD + b"Content-Length: 100\r\n\r\n" + b"{" * 7)
+        status, error, _ = await answer(reader)
+        assert (status, error["code"]) == (408, "body_timeout")
+        assert "7 bytes of the body came in 0.1 s" in error["message"]
+        assert counters.events["body_timeout"] == 1
+
+
+async def test_slow_uploads_share_a_budget_and_small_requests_pass():
+    async with gated(max_body_bytes=2**20, max_upload_bytes=2**20) as (port, counters, _):
+        part = b" " * (700 * 2**10)
+        first, writer = await send(port, HEAD + b"Content-Length: 1000000\r\n\r\n" + part)
+        while counters.upload_bytes < 600 * 2**10:
+            await asyncio.sleep(0.005)
+        second, _ = await send(port, HEAD + b"Content-Length: 1000000\r\n\r\n" + part)
+        status, error, _ = await answer(second)
+        assert (status, error["code"]) == (429, "queue_full")
+        assert counters.events["uploads_full"] == 1
+        small, _ = await send(port, post())
+        assert (await answer(small))[0] == 200
+        writer.write(b" " * (1_000_000 - len(part)))
+        assert (await answer(first))[0] == 400  # only blanks: no JSON
+        assert counters.upload_bytes == 0
+
+
+async def test_a_client_that_takes_nothing_is_cut_and_its_request_aborted():
+    engine = FakeEngine(reply=["x" * 2**14] * 200, model=FakeModel(max_model_len=2**24))
+    async with gated(engine) as (port, counters, gate):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", port))
+        while not gate.open:
+            await asyncio.sleep(0.01)
+        for connection in gate._idle:
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sock.sendall(post(stream=True, max_tokens=2**23))
+        await asyncio.sleep(0.3)
+        assert sum(c.transport.get_write_buffer_size() for c in gate._busy) > 0
+        for now_s in (0.0, 1.0, 119.0):
+            gate.cut_stalled(now_s)
+        assert counters.events["stalled"] == 0
+        gate.cut_stalled(121.0)
+        assert counters.events["stalled"] == 1
+        for _ in range(200):
+            if engine.aborted:
+                break
+            await asyncio.sleep(0.01)
+        assert len(engine.aborted) == 1
+        assert counters.connections == 0
+        sock.close()
+
+
+def test_a_backlog_that_shrinks_is_no_standstill():
+    backlog = Backlog()
+    assert [backlog.still_s(n, t) for t, n in enumerate((0, 9, 9, 8, 8, 12, 0, 5))] == [0, 0, 1, 0, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00 a TLS hello\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"b" * 100_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 5_000 + b"\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"X: evil\rINFO all is well\r\n\r\n",
+    ],
+)
+async def test_what_is_no_request_gets_one_small_answer_and_no_line(data, caplog):
+    async with gated() as (port, counters, _):
+        reader, _ = await send(port, data)
+        status, error, head = await answer(reader)
+        assert status == 400
+        assert error["message"] == "this is not a valid HTTP request"
+        assert b"aiohttp" not in head
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+        assert counters.events["malformed"] == 1
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+
+
+async def test_a_compressed_bomb_ends_at_the_limit():
+    bomb = gzip.compress(b" " * (64 * 2**20))
+    async with gated(max_body_bytes=2**20) as (port, counters, _):
+        reader, _ = await send(port, HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb) + bomb)
+        assert (await answer(reader))[0] == 413
+        assert counters.upload_bytes == 0
+
+
+async def test_counters_are_on_the_metrics_page():
+    async with gated() as (port, _, _gate):
+        reader, _ = await send(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        text = (await reader.read()).decode()
+    assert 'aengine:http_faults_total{kind="malformed"} 0' in text
+    assert "aengine:http_connections_busy 1" in text
+
+
+def test_the_gate_asks_the_system_first(monkeypatch):
+    limits = {"now": (1024, 4096)}
+    monkeypatch.setattr("aengine.server.connections.resource.getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(
+        "aengine.server.connections.resource.setrlimit", lambda _, pair: limits.update(now=pair), raising=True
+    )
+    assert room_for_connections(2000) == 2000
+    assert limits["now"] == (2064, 4096)
+    assert room_for_connections(16384) == 4096 - 64
+    assert limits["now"] == (4096, 4096)
+
+
+def test_events_are_told_once_a_minute(caplog):
+    gate = Gate(Counters(), most=1, stall_s=1.0)
+    for _ in range(5):
+        gate.note("refused", "full")
+    assert gate.counters.events["refused"] == 5
+    assert [record.message for record in caplog.records] == ["full"]
