@@ -183,9 +183,8 @@ def test_items_are_seen_whole_and_nothing_behind_their_ends(ops: Ops, dtype: tor
         near(got[first : first + count], torch.einsum("htl,lhd->thd", weights, v).flatten(1), dtype)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize(("page", "dim", "heads"), [(16, 64, 9), (48, 24, 3)])
-def test_items_of_many_pages(ops: Ops, dtype: torch.dtype, page: int, dim: int, heads: int) -> None:
+@pytest.mark.parametrize(("page", "dim", "heads", "dtype"), [(16, 64, 3, BF16), (48, 24, 6, F32)])
+def test_items_of_many_pages(ops: Ops, page: int, dim: int, heads: int, dtype: torch.dtype) -> None:
     """Against the reference: pages that lie apart, items that end at, before and behind what a kernel takes at once,
     spans of one token, of a tile and of several, two spans that see the same."""
     spec = AttentionSpec(0, 1, heads, heads // 3, dim, dim**-0.5, cross=True)

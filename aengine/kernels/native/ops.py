@@ -332,7 +332,6 @@ class NativeOps:
         return self._attend(_dense_last(q), None, None, spec, kv, seen.rows, None, seen.items)
 
     def write_items(self, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor) -> None:
-        """Plain torch: once an item."""
         write_items(k, v, kv, pages)
 
     def take(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -364,12 +363,9 @@ class NativeOps:
             raise NotSupported(f"q, k, v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
         tables = batch.tables[spec.group]
         rows = (
-            tables.data_ptr(),
-            tables.stride(0),
-            batch.row_offsets.data_ptr(),
-            batch.context.data_ptr(),
+            tables.data_ptr(), tables.stride(0), batch.row_offsets.data_ptr(), batch.context.data_ptr(),
             len(batch.context),
-        )
+        )  # fmt: skip
         return self._attend(q, k, v, spec, batch.kv[spec.layer], rows, sinks, (0, 0))
 
     def _attend(
