@@ -9,6 +9,7 @@ except that a fused multiply-add is one rounding there and two here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,24 +18,56 @@ from torch import Tensor
 from aengine.kernels.quantised import Quantised
 
 UNIT = 32  # activations that share a scale
-LEAST = 2.0**-110  # magnitudes below count as zero: the greatest code over them would not be finite
+# Of units of 16 bits and of rows of 8: magnitudes below count as zero, for the greatest code over them is not finite.
+LEAST_WIDE, LEAST_NARROW = 2.0**-110, 2.0**-100
 NARROW, WIDE = 127, 32767  # greatest codes of activations of 8 and of 16 bits
+SCALES = 32767  # the greatest scale of a unit of 8 bits, in factors of its row
 
 
-def quantise_rows(x: Tensor, most: int = NARROW) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> codes fp64 [T, units, 32] within -most .. most, scale fp32 [T, units]: greatest magnitude / most.
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """codes fp64 [T, units, 32], scale fp32 [T, units], factor fp32 [T, 1]: a value is factor * scale * code.
 
-    A unit with infinity or NaN has codes 0 and scale NaN: every output of its row is NaN.
+    What is not finite makes codes 0 and a scale or factor NaN: every output of its row is NaN.
     """
-    rows, size_in = x.shape
-    wide = F.pad(x.float(), (0, -size_in % UNIT)).view(rows, -1, UNIT)
-    top = wide.abs().amax(-1)
-    finite = wide.isfinite().all(-1)
-    fits = finite & (top >= LEAST)
-    inverse = torch.where(fits, torch.div(torch.full_like(top, most), top), 0.0)
-    scale = torch.where(fits, top / most, torch.where(finite, 0.0, torch.nan))
-    codes = torch.where(finite.unsqueeze(-1), torch.round(wide * inverse.unsqueeze(-1)), 0.0)
-    return codes.double(), scale
+
+    codes: Tensor
+    scale: Tensor
+    factor: Tensor
+
+
+def _units(x: Tensor) -> Tensor:
+    return F.pad(x.float(), (0, -x.shape[1] % UNIT)).view(len(x), -1, UNIT)
+
+
+def _over(top: Tensor, most: int, fits: Tensor) -> tuple[Tensor, Tensor]:
+    """(most / top, top / most) where it fits; else zeros, of the latter NaN where top is not finite."""
+    least = torch.where(top.isfinite(), 0.0, torch.nan)
+    return torch.where(fits, torch.full_like(top, most) / top, 0.0), torch.where(fits, top / most, least)
+
+
+def _codes(x: Tensor, inverse: Tensor) -> Tensor:
+    return torch.round(x * inverse.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).double()
+
+
+def round_wide(x: Tensor) -> Rounded:
+    """To 16 bits: a unit's greatest magnitude becomes 32,767."""
+    units = _units(x)
+    top = units.abs().amax(-1)
+    inverse, scale = _over(top, WIDE, top.isfinite() & (top >= LEAST_WIDE))
+    return Rounded(_codes(units, inverse), scale, torch.ones(len(x), 1))
+
+
+def round_narrow(x: Tensor) -> Rounded:
+    """To 8 bits: a unit's greatest magnitude becomes 127 or the next that an integer scale allows."""
+    units = _units(x)
+    top = units.abs().amax((1, 2)).unsqueeze(-1)
+    fits = top.isfinite() & (top >= LEAST_NARROW)
+    inverse, factor = _over(top, NARROW * SCALES, fits)
+    exact = units.abs().amax(-1) * _over(top, SCALES, fits)[0]
+    scale = exact.ceil().clamp(max=SCALES).nan_to_num(0.0)
+    codes = _codes(units, torch.where(scale > 0, inverse / scale, 0.0))
+    return Rounded(torch.where(top.unsqueeze(-1).isfinite(), codes, 0.0), scale, factor)
 
 
 def linear_quantised(
@@ -46,12 +79,13 @@ def linear_quantised(
     """
     if parts[0].order is not None:
         x = x.index_select(1, parts[0].order)
-    y = torch.cat([_part(*quantise_rows(x, WIDE if precise or part.bits == 8 else NARROW), part) for part in parts], -1)
+    y = torch.cat([_part(round_wide(x) if precise or part.bits == 8 else round_narrow(x), part) for part in parts], -1)
     return y if bias is None else y + bias.float()
 
 
-def _part(x: Tensor, scale_x: Tensor, part: Quantised) -> Tensor:
-    """y = sum over spans, rising, of scale_x * (scale_w * dot) + minimum * (scale_x * sum of x codes)."""
+def _part(rounded: Rounded, part: Quantised) -> Tensor:
+    """y = factor * sum over spans, rising, of scale_x * (scale_w * dot) + minimum * (scale_x * sum of x codes)."""
+    x, scale_x = rounded.codes, rounded.scale
     out, size_in = part.shape
     span = UNIT if part.group == size_in or part.group % UNIT == 0 else 16  # inputs summed as integers
     per_unit, spans = UNIT // span, x.shape[1] * (UNIT // span)
@@ -65,4 +99,4 @@ def _part(x: Tensor, scale_x: Tensor, part: Quantised) -> Tensor:
         y = y + sx * (part.scale[:, group] * dot)
         if part.minimum is not None:
             y = y + part.minimum[:, group] * (sx * x[:, index].sum(-1, keepdim=True).float())
-    return y
+    return y * rounded.factor

@@ -36,6 +36,7 @@ from aengine.kernels.ops import (
 )
 from aengine.kernels.quantised import Quantised
 from aengine.kernels.reference import ReferenceOps
+from aengine.kernels.reference_cross import cross_attention, write_items
 from tests.kernels.native.conftest import ISAS
 from tests.kernels.native.paged import (
     Pages,
@@ -219,6 +220,34 @@ def test_items_are_seen_whole_and_nothing_behind_their_ends(ops: Ops, dtype: tor
         k, v = (torch.cat([made[name][part] for name in names]).double().repeat_interleave(2, 1) for part in (1, 2))
         weights = (torch.einsum("thd,lhd->htl", q[first : first + count].double(), k) * spec.scale).softmax(-1)
         near(got[first : first + count], torch.einsum("htl,lhd->thd", weights, v).flatten(1), dtype)
+
+
+@pytest.mark.parametrize(("page", "dim", "heads", "dtype"), [(16, 64, 3, BF16), (48, 24, 6, F32)])
+def test_items_of_many_pages(ops: Ops, page: int, dim: int, heads: int, dtype: torch.dtype) -> None:
+    """Against the reference: pages that lie apart, items that end at, before and behind what a kernel takes at once,
+    spans of one token, of a tile and of several, two spans that see the same."""
+    spec = AttentionSpec(0, 1, heads, heads // 3, dim, dim**-0.5, cross=True)
+    lengths, counts = [255, 1, 257, 512, 300], [1, 1, 40, 1, 3]
+    seen = [(3,), (3,), (1, 0, 4), (2, 4), (4,)]
+    pages = Pages(lengths, spec, dtype, page_tokens=page, seed=3)
+    items = []
+    for row, length in enumerate(lengths):
+        sequence = random_sequence(length, spec, dtype, row)
+        table = pages.tables[row, : -(-length // page)].long()
+        write_items(sequence.k, sequence.v, pages.kv, table)
+        items.append(CrossItem(moved(table, ops), length))
+    q = torch.randn(sum(counts), heads, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    spans, first = [], 0
+    for names, count in zip(seen, counts, strict=True):
+        spans.append(CrossSpan(first, count, tuple(items[name] for name in names)))
+        first += count
+    cross = CrossBatch(moved(torch.arange(len(q)), ops), tuple(spans))
+    kv = LayerKV(moved(pages.kv.k, ops), moved(pages.kv.v, ops))
+    batch = StepBatch(
+        ids=q, positions=q, row_offsets=q, context=q, tables=(), kv=(kv,), max_context=0, host_counts=(),
+        host_starts=(), cross=cross,
+    )  # fmt: skip
+    near(ops.cross_attention(moved(q, ops), spec, batch), cross_attention(q, pages.kv, spec, cross, 32), dtype)
 
 
 # ---- rows and elements

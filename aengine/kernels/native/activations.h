@@ -35,8 +35,8 @@ AE_INLINE int32_t vi_hmax(vi v)
 }
 
 /* A unit of 32 integers that fit 8 bits, or 16 if `codes16` (inputs 0 and 2 of each four, then 1 and 3 of each), and
- * their scale. */
-AE_INLINE void narrow_unit(const vi *q, float scale, ae_x_unit *to, int16_t *codes16)
+ * their scale, as `pair` too. */
+AE_INLINE void narrow_unit(const vi *q, float scale, uint32_t pair, ae_x_unit *to, int16_t *codes16)
 {
 #if AE_VL == 8 && defined(__AVX2__)
     /* Packing works within halves of a register: the pieces of four inputs come out as 0 4 1 5 2 6 3 7. */
@@ -67,7 +67,7 @@ AE_INLINE void narrow_unit(const vi *q, float scale, ae_x_unit *to, int16_t *cod
     const __m256 scales = _mm256_set1_ps(scale), scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scales);
     const __m256i offsets = _mm256_mullo_epi32(sums, _mm256_set1_epi32(-AE_OFFSET));
     const __m256i tail = _mm256_blend_epi32(_mm256_castps_si256(_mm256_blend_ps(scaled, scales, 1)), offsets, 0x70);
-    _mm256_storeu_si256((void *)&to->scale, _mm256_blend_epi32(tail, _mm256_setzero_si256(), 0x80));
+    _mm256_storeu_si256((void *)&to->scale, _mm256_blend_epi32(tail, _mm256_set1_epi32((int)pair), 0x80));
 #else
     int32_t sums[3] = {0};
     for (int i = 0; i < AE_UNIT_VECTORS; i++) {
@@ -88,43 +88,79 @@ AE_INLINE void narrow_unit(const vi *q, float scale, ae_x_unit *to, int16_t *cod
         to->sums[i] = scale * (float)sums[i];
         to->offsets[i] = -AE_OFFSET * sums[i];
     }
-    to->unused = 0;
+    to->pair = pair;
 #endif
 }
 
-/* Codes and scale of 32 values. Magnitudes compare as integers: infinity and NaN come out on top, and make the scale NaN,
- * so that every output of the row is marked. Adding 1.5 * 2^23 rounds to the nearest even integer. */
-AE_INLINE void quantise_unit(const vf *v, ae_x_unit *to, int16_t *codes16)
+AE_INLINE void load_unit(const void *x, const int bf16, int64_t n, int64_t k, vf *v)
 {
-    vi magnitude = (vi)v[0] & 0x7fffffff;
-    for (int i = 1; i < AE_UNIT_VECTORS; i++) magnitude = vi_max(magnitude, (vi)v[i] & 0x7fffffff);
+    for (int i = 0; i < AE_UNIT_VECTORS; i++) {
+        const int64_t at = k + i * AE_VL, left = n - at;
+        v[i] = left >= AE_VL ? vf_get(x, at, bf16) : vf_get_part(x, at, left > 0 ? (int)left : 0, bf16);
+    }
+}
+
+/* The greater magnitudes, as integers: infinity and NaN come out on top. */
+AE_INLINE vi greater(vi magnitude, const vf *v)
+{
+    for (int i = 0; i < AE_UNIT_VECTORS; i++) magnitude = vi_max(magnitude, (vi)v[i] & 0x7fffffff);
+    return magnitude;
+}
+
+AE_INLINE float greatest(vi magnitude)
+{
     const int32_t bits = vi_hmax(magnitude);
     float top;
     memcpy(&top, &bits, 4);
-    const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-110f; /* most / top, top / most are normal */
-    const float most = codes16 ? 32767.0f : 127.0f;
-    const vf inverse = vf_set1(fits ? most / top : 0.0f), magic = vf_set1(12582912.0f);
-    const float scale = fits ? top / most : finite ? 0.0f : __builtin_nanf("");
-    vi q[AE_UNIT_VECTORS];
-    for (int i = 0; i < AE_UNIT_VECTORS; i++) q[i] = (vi)(v[i] * inverse + magic) - (vi)magic;
-    for (int i = 0; i < AE_UNIT_VECTORS && !finite; i++) q[i] = (vi)vf_set1(0.0f);
-    narrow_unit(q, scale, to, codes16);
+    return top;
 }
 
-/* Of a wide row the int16 codes of a unit stand `codes16` units after it; 0: a row of int8. */
-AE_INLINE void quantise_row(const void *x, const int bf16, int64_t n, ae_x_unit *to, int64_t codes16)
+/* Codes of 32 values: they times `inverse`, to the nearest even integer by adding 1.5 * 2^23; 0 unless `finite`. */
+AE_INLINE void round_unit(const vf *v, float inverse, int finite, vi *q)
+{
+    const vf magic = vf_set1(12582912.0f);
+    for (int i = 0; i < AE_UNIT_VECTORS; i++) q[i] = (vi)(v[i] * vf_set1(inverse) + magic) - (vi)magic;
+    for (int i = 0; i < AE_UNIT_VECTORS && !finite; i++) q[i] = (vi)vf_set1(0.0f);
+}
+
+/* A row of int16 codes, `codes16` units after what else there is of each unit. A scale is NaN where a value is not
+ * finite, so that every output of the row is marked. */
+AE_INLINE void quantise_wide(const void *x, const int bf16, int64_t n, ae_x_unit *to, int64_t codes16)
 {
     for (int64_t k = 0; k < n; k += AE_UNIT, to++) {
         vf v[AE_UNIT_VECTORS];
-        for (int i = 0; i < AE_UNIT_VECTORS; i++) {
-            const int64_t at = k + i * AE_VL, left = n - at;
-            v[i] = left >= AE_VL ? vf_get(x, at, bf16) : vf_get_part(x, at, left > 0 ? (int)left : 0, bf16);
-        }
-        if (codes16)
-            quantise_unit(v, to, (int16_t *)(to + codes16));
-        else
-            quantise_unit(v, to, NULL);
+        vi q[AE_UNIT_VECTORS];
+        load_unit(x, bf16, n, k, v);
+        const float top = greatest(greater((vi)vf_set1(0.0f), v)), most = 32767.0f;
+        const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-110f; /* most / top, top / most: normal */
+        round_unit(v, fits ? most / top : 0.0f, finite, q);
+        narrow_unit(q, fits ? top / most : finite ? 0.0f : __builtin_nanf(""), 0, to, (int16_t *)(to + codes16));
     }
+}
+
+/* A row of int8 codes; its factor, NaN where a value is not finite. A unit's scale is the least multiple of the factor
+ * by which its greatest magnitude comes out as AE_MOST at most. */
+AE_INLINE float quantise_narrow(const void *x, const int bf16, int64_t n, ae_x_unit *to)
+{
+    const float most = AE_MOST * AE_MOST_SCALE;
+    vf v[AE_UNIT_VECTORS];
+    vi q[AE_UNIT_VECTORS], magnitude = (vi)vf_set1(0.0f);
+    for (int64_t k = 0; k < n; k += AE_UNIT) {
+        load_unit(x, bf16, n, k, v);
+        magnitude = greater(magnitude, v);
+    }
+    const float top = greatest(magnitude);
+    const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-100f; /* most / top, top / most: normal */
+    const float inverse = fits ? most / top : 0.0f, scales = fits ? AE_MOST_SCALE / top : 0.0f;
+    for (int64_t k = 0; k < n; k += AE_UNIT, to++) {
+        load_unit(x, bf16, n, k, v);
+        const float exact = finite ? greatest(greater((vi)vf_set1(0.0f), v)) * scales : 0.0f;
+        const int32_t below = (int32_t)exact, above = below + ((float)below < exact);
+        const int32_t scale = above < AE_MOST_SCALE ? above : AE_MOST_SCALE;
+        round_unit(v, scale ? inverse / (float)scale : 0.0f, finite, q);
+        narrow_unit(q, (float)scale, (uint32_t)scale * 0x10001u, to, NULL);
+    }
+    return fits ? top / most : finite ? 0.0f : __builtin_nanf("");
 }
 
 #endif

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define AE_EXPORT __attribute__((visibility("default")))
-#define AE_ABI 5
+#define AE_ABI 6
 
 enum { AE_F32 = 0, AE_BF16 = 1, AE_I8 = 2, AE_F16 = 3, AE_QUANTISED = 4 }; /* AE_I8: KV pages only */
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
@@ -141,7 +141,11 @@ typedef struct {
 } ae_rope_args;
 
 /* Writes k, v of the step's tokens into their pages, then attends. Rows are ragged as in StepBatch.
- * Strides of pages are (page, token, head); the last dimension is contiguous. */
+ * Strides of pages are (page, token, head); the last dimension is contiguous.
+ *
+ * Cross-attention: all tokens of row r see items row_items[r] .. row_items[r + 1] - 1, at least one, each whole and one
+ * after another; table i is that of item i, which has item_tokens[i] > 0 entries. The entries that a table could name
+ * (table_stride * page_tokens) are a multiple of 256; tables are dense. */
 typedef struct {
     const void *q;
     const void *k;
@@ -162,6 +166,8 @@ typedef struct {
     float *k_scales; /* kv_dtype AE_I8: per page, token and head what its elements are multiplied by; else NULL */
     float *v_scales;
     int64_t scale_page_stride, scale_token_stride, scale_kv_stride;
+    const int32_t *row_items; /* NULL, or cross-attention, which writes nothing and uses neither k, v nor context: */
+    const int32_t *item_tokens;
 } ae_attention_args;
 
 /* out = x * y, rows of `dim` elements; out contiguous. */

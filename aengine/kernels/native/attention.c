@@ -7,6 +7,9 @@
  * are permuted. Spans are also what lets several threads work on one query: with few tiles each (tile, span) is a task
  * of its own and the merge comes last; with many, one thread walks all spans of a tile and merges as it goes.
  *
+ * Cross-attention is the same over media items: every item begins a span of its own and is seen whole, and a row's spans
+ * are merged in the order of its items.
+ *
  * A tile is up to about 96 query rows: tokens x query heads of one key-value head, of one ragged row or of several that
  * name the same pages. A span of a tile falls into pieces of pages that its rows share (one, mostly); each is staged once
  * for all rows it serves, keys as [head_dim][BLOCK] fp32, values as panels of [SPAN][NR] fp32, for the tile products of
@@ -134,17 +137,18 @@ static void softmax_row(const attn_job *job, float *s, int64_t first, int64_t la
     vf_store(sum, (total[0] + total[1]) + (total[2] + total[3]));
 }
 
-static void softmax_span(const attn_job *job, const attn_tile *t, const attn_scratch *w, int64_t span, attn_part part)
+static void softmax_span(const attn_job *job, const attn_tile *t, const attn_scratch *w, attn_keys keys, attn_part part)
 {
-    const int64_t zero = span * AE_SPAN;
-    const int64_t first = ae_max(0, t->begin - zero) / AE_BLOCK * AE_BLOCK;
-    const int64_t last = ae_round_up(ae_min(AE_SPAN, t->end - zero), AE_BLOCK);
+    const int64_t zero = keys.begin / AE_SPAN * AE_SPAN;
+    const int64_t first = (keys.begin - zero) / AE_BLOCK * AE_BLOCK, last = ae_round_up(keys.end - zero, AE_BLOCK);
+    const int causal = !job->args->row_items;
     int64_t row = 0;
     for (int64_t h = 0; h < t->heads; h++)
         for (int64_t i = 0; i < t->segments; i++) {
             const attn_segment *s = &job->segment[t->segment + i];
             for (int64_t p = s->position; p < s->position + s->tokens; p++) {
-                const int64_t begin = ae_max(0, key_begin(job->args, p) - zero), end = ae_min(AE_SPAN, p + 1 - zero);
+                const int64_t begin = ae_max(0, key_begin(job->args, p) - zero);
+                const int64_t end = (causal ? ae_min(keys.end, p + 1) : keys.end) - zero;
                 for (int64_t g = 0; g < job->group; g++, row++)
                     softmax_row(job, w->scores + row * AE_SCORES, first, last, begin, end, part.max + row,
                                 part.sum + row * AE_VL);
@@ -165,11 +169,17 @@ static void attend_span(const attn_job *job, const attn_tile *t, attn_scratch *w
         find_rows(job->args, w, s + w->piece[i].first, t->head, w->piece[i]);
         piece_scores(job, t, w, w->piece[i], w->piece[i].begin - zero);
     }
-    softmax_span(job, t, w, span, part);
+    softmax_span(job, t, w, span_keys(job, t, span), part);
     for (int64_t i = 0; i < w->pieces; i++) {
         if (w->pieces > 1) find_rows(job->args, w, s + w->piece[i].first, t->head, w->piece[i]);
         piece_values(job, t, w, w->piece[i], w->piece[i].begin - zero, part.acc);
     }
+}
+
+static int is_empty(const attn_job *job, const attn_tile *t, int64_t span)
+{
+    const attn_keys keys = span_keys(job, t, span);
+    return keys.begin >= keys.end;
 }
 
 /* total <- total merged with the next span. A side that saw no key of a row leaves the other as it is. */
@@ -239,6 +249,7 @@ static void whole_tile(const attn_job *job, const attn_tile *t, attn_scratch *w)
     load_queries(job, t, w->q);
     attend_span(job, t, w, first, w->total);
     for (int64_t span = first + 1; span <= last; span++) {
+        if (is_empty(job, t, span)) continue;
         attend_span(job, t, w, span, w->part);
         merge_span(w->total, w->part, t->queries * t->heads, job->dim);
     }
@@ -257,7 +268,7 @@ static void tiles_task(void *arg, int part, int parts)
     while (i < job->tiles) {
         const int64_t next = atomic_fetch_add(&job->next, 1);
         w.next = next < job->tiles ? &job->tile[next] : NULL;
-        if (w.next) w.next_row = job->segment[w.next->segment].row;
+        if (w.next) w.next_table = job->segment[w.next->segment].table;
         whole_tile(job, &job->tile[i], &w);
         i = next;
     }
@@ -272,7 +283,7 @@ static void spans_task(void *arg, int part, int parts)
     for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->tiles * job->spans;) {
         const attn_tile *t = &job->tile[i / job->spans];
         const int64_t span = i % job->spans;
-        if (span < t->begin / AE_SPAN || span > (t->end - 1) / AE_SPAN) continue;
+        if (is_empty(job, t, span)) continue;
         load_queries(job, t, w.q);
         attend_span(job, t, &w, span, partial_of(job, i));
     }
@@ -286,7 +297,7 @@ static void merge_task(void *arg, int part, int parts)
         const int64_t first = t->begin / AE_SPAN, last = (t->end - 1) / AE_SPAN;
         const attn_part total = partial_of(job, i * job->spans + first);
         for (int64_t span = first + 1; span <= last; span++)
-            merge_span(total, partial_of(job, i * job->spans + span), t->queries * t->heads, job->dim);
+            if (!is_empty(job, t, span)) merge_span(total, partial_of(job, i * job->spans + span), t->queries * t->heads, job->dim);
         write_outputs(job, t, total);
     }
 }
@@ -295,9 +306,10 @@ int AE_FN(attention)(ae_context *ctx, const ae_attention_args *a)
 {
     const int64_t tokens = a->row_offsets[a->rows];
     if (tokens == 0) return AE_OK;
+    if (a->row_items && a->table_stride * a->page_tokens % AE_SPAN) return AE_BAD_CALL;
     attn_job job = {.args = a, .group = a->heads / a->kv_heads, .dim = ae_round_up(a->head_dim, AE_BLOCK)};
     if (plan_job(ctx, &job, ae_pool_threads(ctx->pool))) return AE_NO_MEMORY;
-    ae_pool_run(ctx->pool, write_kv, &job, (int)ae_min(tokens, ae_parts(ctx, tokens * a->kv_heads * a->head_dim, 8192)));
+    if (!a->row_items) ae_pool_run(ctx->pool, write_kv, &job, (int)ae_min(tokens, ae_parts(ctx, tokens * a->kv_heads * a->head_dim, 8192)));
     /* 256 keys of a head are about 5 us: 9 heads are worth a second thread from 57 positions on. */
     const int parts = ae_parts(ctx, job.keys * job.group, 256);
     if (job.spans > 1 && parts > 1) {

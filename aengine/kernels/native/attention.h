@@ -19,9 +19,11 @@
 #define AE_IN_PLACE (2 * AE_MR)        /* up to so many query rows use values where they lie; more stage them as fp32 */
 #define AE_SHARED_TOKENS 64            /* rows that share fewer positions are not worth one tile */
 
-/* Tokens of one ragged row, with the keys any of them sees. `at`: query rows of the tile before this segment's. */
+/* Tokens of one ragged row, with the keys any of them sees. `at`: query rows of the tile before this segment's.
+ * `table`: the row's. In cross-attention it is that of the row's first item, and the next item's positions begin where
+ * those that the table could name end: tables are dense, so they are one. */
 typedef struct {
-    int64_t row, token, tokens, position; /* position of the first */
+    int64_t table, token, tokens, position; /* position of the first */
     int64_t begin, end;
     int64_t at;
 } attn_segment;
@@ -71,8 +73,8 @@ typedef struct {
     const char **k_rows, **v_rows; /* [SPAN + AHEAD], for the tile's first head; see find_rows */
     attn_piece *piece;
     int64_t pieces;
-    const attn_tile *next; /* what this thread does next, if known, and the row that holds its first keys */
-    int64_t next_row;
+    const attn_tile *next; /* what this thread does next, if known, and the table that names its first keys */
+    int64_t next_table;
 } attn_scratch;
 
 /* First key a query at `position` sees. */
@@ -89,22 +91,39 @@ static inline int64_t kv_bytes(const ae_attention_args *a)
     return a->kv_dtype == AE_I8 ? 1 : ae_dtype_bytes(a->kv_dtype);
 }
 
-static inline int64_t page_of(const ae_attention_args *a, int64_t row, int64_t position)
+/* Keys begin .. end - 1. */
+typedef struct {
+    int64_t begin, end;
+} attn_keys;
+
+/* Keys of a span that any query of a tile sees: none, where an item ended before. */
+static inline attn_keys span_keys(const attn_job *job, const attn_tile *t, int64_t span)
 {
-    return a->tables[row * a->table_stride + position / a->page_tokens];
+    const ae_attention_args *a = job->args;
+    attn_keys keys = {ae_max(t->begin, span * AE_SPAN), ae_min(t->end, (span + 1) * AE_SPAN)};
+    if (a->row_items && keys.begin < keys.end) {
+        const int64_t width = a->table_stride * a->page_tokens, item = keys.begin / width;
+        keys.end = ae_min(keys.end, item * width + a->item_tokens[job->segment[t->segment].table + item]);
+    }
+    return keys;
 }
 
-static inline const char *page_row(const ae_attention_args *a, int values, int64_t row, int64_t head, int64_t position)
+static inline int64_t page_of(const ae_attention_args *a, int64_t table, int64_t position)
 {
-    const int64_t page = page_of(a, row, position), slot = position % a->page_tokens;
+    return a->tables[table * a->table_stride + position / a->page_tokens];
+}
+
+static inline const char *page_row(const ae_attention_args *a, int values, int64_t table, int64_t head, int64_t position)
+{
+    const int64_t page = page_of(a, table, position), slot = position % a->page_tokens;
     const int64_t offset = values ? page * a->v_page_stride + slot * a->v_token_stride + head * a->v_kv_stride
                                   : page * a->k_page_stride + slot * a->k_token_stride + head * a->k_kv_stride;
     return (const char *)(values ? a->v_pages : a->k_pages) + offset * kv_bytes(a);
 }
 
-static inline float *scale_of(const ae_attention_args *a, int values, int64_t row, int64_t head, int64_t position)
+static inline float *scale_of(const ae_attention_args *a, int values, int64_t table, int64_t head, int64_t position)
 {
-    const int64_t page = page_of(a, row, position), slot = position % a->page_tokens;
+    const int64_t page = page_of(a, table, position), slot = position % a->page_tokens;
     return (values ? a->v_scales : a->k_scales) + page * a->scale_page_stride + slot * a->scale_token_stride +
            head * a->scale_kv_stride;
 }

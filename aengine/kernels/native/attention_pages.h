@@ -35,12 +35,12 @@ AE_INLINE float load_one(const char *row, int64_t i, const int kind)
 /* ---- where rows lie ---- */
 
 /* rows[i] for positions begin + i < end of one segment. */
-static void find_run(const ae_attention_args *a, int values, int64_t row, int64_t head, int64_t begin, int64_t end,
+static void find_run(const ae_attention_args *a, int values, int64_t table, int64_t head, int64_t begin, int64_t end,
                      const char **rows)
 {
     const int64_t step = (values ? a->v_token_stride : a->k_token_stride) * kv_bytes(a);
     for (int64_t p = begin; p < end;) {
-        const char *at = page_row(a, values, row, head, p);
+        const char *at = page_row(a, values, table, head, p);
         const int64_t stop = ae_min(end, (p / a->page_tokens + 1) * a->page_tokens);
         for (; p < stop; p++, at += step) rows[p - begin] = at;
     }
@@ -55,14 +55,14 @@ static void find_rows(const ae_attention_args *a, const attn_scratch *w, const a
 {
     const int64_t count = piece.end - piece.begin;
     int64_t after = ae_min(AE_BLOCK, s->end - piece.end);
-    find_run(a, 0, s->row, head, piece.begin, piece.end, w->k_rows);
-    find_run(a, 1, s->row, head, piece.begin, piece.end, w->v_rows);
+    find_run(a, 0, s->table, head, piece.begin, piece.end, w->k_rows);
+    find_run(a, 1, s->table, head, piece.begin, piece.end, w->v_rows);
     for (int64_t i = 0; i < AE_AHEAD; i++) w->k_rows[count + i] = w->v_rows[ae_min(i, count - 1)];
     if (after > 0) {
-        find_run(a, 0, s->row, head, piece.end, piece.end + after, w->v_rows + count);
+        find_run(a, 0, s->table, head, piece.end, piece.end + after, w->v_rows + count);
     } else if (w->next) {
         after = ae_min(AE_BLOCK, w->next->end - w->next->begin);
-        find_run(a, 0, w->next_row, w->next->head, w->next->begin, w->next->begin + after, w->v_rows + count);
+        find_run(a, 0, w->next_table, w->next->head, w->next->begin, w->next->begin + after, w->v_rows + count);
     }
     for (int64_t i = after; i < AE_AHEAD; i++) w->v_rows[count + i] = w->v_rows[0];
 }
@@ -209,9 +209,9 @@ static void find_scales(const ae_attention_args *a, int values, const attn_segme
                         float *scales)
 {
     for (int64_t p = piece.begin; p < piece.end;) {
-        const float *at = scale_of(a, values, s->row, head, p);
+        const float *at = scale_of(a, values, s->table, head, p);
         const int64_t stop = ae_min(piece.end, (p / a->page_tokens + 1) * a->page_tokens);
-        if (p + AE_SPAN < s->end) __builtin_prefetch(scale_of(a, values, s->row, head, p + AE_SPAN), 0, 2);
+        if (p + AE_SPAN < s->end) __builtin_prefetch(scale_of(a, values, s->table, head, p + AE_SPAN), 0, 2);
         for (; p < stop; p++, at += a->scale_token_stride) scales[p - piece.begin] = *at;
     }
     for (int64_t i = piece.end - piece.begin, end = i + AE_VL; i < end; i++) scales[i] = 1.0f;

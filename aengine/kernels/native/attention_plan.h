@@ -39,14 +39,14 @@ static void walk_pieces(piece_walk *walk, int64_t first, int64_t last, int64_t f
         for (; run < last; run++) {
             const attn_segment *s = &walk->segment[run];
             if (ae_max(from, s->begin) != begin || stop_in(walk, run) <= begin) break;
-            if (page_of(walk->args, s->row, begin) != page_of(walk->args, lead->row, begin)) break;
+            if (page_of(walk->args, s->table, begin) != page_of(walk->args, lead->table, begin)) break;
             end = ae_min(end, stop_in(walk, run));
         }
         int64_t shared = run == first + 1 ? end : ae_min(end, (begin / page + 1) * page);
         while (shared < end) {
-            const int64_t name = page_of(walk->args, lead->row, shared);
+            const int64_t name = page_of(walk->args, lead->table, shared);
             int64_t i = first + 1;
-            while (i < run && page_of(walk->args, walk->segment[i].row, shared) == name) i++;
+            while (i < run && page_of(walk->args, walk->segment[i].table, shared) == name) i++;
             if (i < run) break;
             shared = ae_min(end, shared + page);
         }
@@ -58,7 +58,7 @@ static void walk_pieces(piece_walk *walk, int64_t first, int64_t last, int64_t f
 
 static void find_pieces(const attn_job *job, const attn_tile *t, int64_t span, attn_scratch *w)
 {
-    piece_walk walk = {job->args, job->segment + t->segment, (span + 1) * AE_SPAN, w};
+    piece_walk walk = {job->args, job->segment + t->segment, span_keys(job, t, span).end, w};
     w->pieces = 0;
     walk_pieces(&walk, 0, t->segments, span * AE_SPAN);
 }
@@ -70,18 +70,24 @@ static inline int64_t row_tokens(const ae_attention_args *a, int64_t row)
     return a->row_offsets[row + 1] - a->row_offsets[row];
 }
 
-static inline int64_t row_begin(const ae_attention_args *a, int64_t row)
+static inline int64_t row_table(const ae_attention_args *a, int64_t row) { return a->row_items ? a->row_items[row] : row; }
+
+/* First and last key + 1 that any token of a row sees. */
+static inline attn_keys row_keys(const ae_attention_args *a, int64_t row)
 {
-    return key_begin(a, a->context[row] - row_tokens(a, row));
+    if (!a->row_items) return (attn_keys){key_begin(a, a->context[row] - row_tokens(a, row)), a->context[row]};
+    const int64_t last = a->row_items[row + 1] - 1;
+    return (attn_keys){0, (last - a->row_items[row]) * a->table_stride * a->page_tokens + a->item_tokens[last]};
 }
 
 /* Rows by their pages, from the first they read; then by number. */
 static int rows_in_order(const ae_attention_args *a, int64_t x, int64_t y)
 {
-    const int64_t cx = row_begin(a, x) / a->page_tokens, cy = row_begin(a, y) / a->page_tokens;
+    const attn_keys kx = row_keys(a, x), ky = row_keys(a, y);
+    const int64_t cx = kx.begin / a->page_tokens, cy = ky.begin / a->page_tokens;
     if (cx != cy) return cx < cy;
-    const int64_t columns = (ae_min(a->context[x], a->context[y]) - 1) / a->page_tokens + 1;
-    const int32_t *tx = a->tables + x * a->table_stride, *ty = a->tables + y * a->table_stride;
+    const int64_t columns = (ae_min(kx.end, ky.end) - 1) / a->page_tokens + 1;
+    const int32_t *tx = a->tables + row_table(a, x) * a->table_stride, *ty = a->tables + row_table(a, y) * a->table_stride;
     for (int64_t c = cx; c < columns; c++)
         if (tx[c] != ty[c]) return tx[c] < ty[c];
     return x < y;
@@ -98,10 +104,25 @@ static void sort_rows(const ae_attention_args *a, int64_t *rows, int64_t count)
         }
 }
 
+/* Whether two rows see the same items: all their entries in the same pages. */
+static int share_items(const ae_attention_args *a, int64_t x, int64_t y)
+{
+    const int64_t ix = a->row_items[x], iy = a->row_items[y], items = a->row_items[x + 1] - ix;
+    if (a->row_items[y + 1] - iy != items) return 0;
+    for (int64_t i = 0; i < items; i++) {
+        if (a->item_tokens[ix + i] != a->item_tokens[iy + i]) return 0;
+        for (int64_t p = 0; p < a->item_tokens[ix + i]; p += a->page_tokens)
+            if (page_of(a, ix + i, p) != page_of(a, iy + i, p)) return 0;
+    }
+    return 1;
+}
+
 static int share_pages(const ae_attention_args *a, int64_t x, int64_t y)
 {
-    const int64_t begin = row_begin(a, x) / a->page_tokens, end = begin + ae_ceil_div(AE_SHARED_TOKENS, a->page_tokens);
-    if (begin != row_begin(a, y) / a->page_tokens || end * a->page_tokens > ae_min(a->context[x], a->context[y])) return 0;
+    if (a->row_items) return share_items(a, x, y);
+    const attn_keys kx = row_keys(a, x), ky = row_keys(a, y);
+    const int64_t begin = kx.begin / a->page_tokens, end = begin + ae_ceil_div(AE_SHARED_TOKENS, a->page_tokens);
+    if (begin != ky.begin / a->page_tokens || end * a->page_tokens > ae_min(kx.end, ky.end)) return 0;
     for (int64_t c = begin; c < end; c++)
         if (a->tables[x * a->table_stride + c] != a->tables[y * a->table_stride + c]) return 0;
     return 1;
@@ -111,13 +132,13 @@ static int share_pages(const ae_attention_args *a, int64_t x, int64_t y)
 static void add_segment(attn_job *job, attn_tile *t, int64_t row, int64_t first, int64_t tokens)
 {
     const ae_attention_args *a = job->args;
-    const int64_t position = a->context[row] - row_tokens(a, row) + first;
-    const attn_segment s = {.row = row,
+    const int64_t position = a->row_items ? 0 : a->context[row] - row_tokens(a, row) + first;
+    const attn_segment s = {.table = row_table(a, row),
                             .token = a->row_offsets[row] + first,
                             .tokens = tokens,
                             .position = position,
                             .begin = key_begin(a, position),
-                            .end = position + tokens,
+                            .end = a->row_items ? row_keys(a, row).end : position + tokens,
                             .at = t->queries};
     if (t->segments == 0) *t = (attn_tile){.segment = job->segments, .begin = s.begin, .end = s.end};
     job->segment[job->segments++] = s;
@@ -147,7 +168,7 @@ static void add_small_rows(attn_job *job, int64_t *rows, int64_t count, int64_t 
 {
     const ae_attention_args *a = job->args;
     int64_t spans = 0;
-    for (int64_t i = 0; i < count; i++) spans += (a->context[rows[i]] - row_begin(a, rows[i])) / AE_SPAN + 1;
+    for (int64_t i = 0; i < count; i++) spans += (row_keys(a, rows[i]).end - row_keys(a, rows[i]).begin) / AE_SPAN + 1;
     const int64_t together = spans >= 4 * threads ? a->kv_heads : 1;
     sort_rows(a, rows, count);
     for (int64_t i = 0; i < count;) {

@@ -121,15 +121,6 @@ AE_EMULATED int32_t ae_reduce_max_epi32(__m512i a)
     return x[0];
 }
 
-AE_EMULATED __m512i ae_set1_epi16(int16_t a)
-{
-    int16_t x[32];
-    for (int i = 0; i < 32; i++) x[i] = a;
-    __m512i r;
-    memcpy(&r, x, sizeof r);
-    return r;
-}
-
 #define _mm512_add_epi16 ae_add_epi16
 #define _mm512_cvtepi32_ps ae_cvtepi32_ps
 #define _mm512_cvtepi8_epi32 ae_cvtepi8_epi32
@@ -141,7 +132,6 @@ AE_EMULATED __m512i ae_set1_epi16(int16_t a)
 #define _mm512_max_ps ae_max_ps
 #define _mm512_min_ps ae_min_ps
 #define _mm512_reduce_max_epi32 ae_reduce_max_epi32
-#define _mm512_set1_epi16 ae_set1_epi16
 #endif
 
 #if defined(AE_EMULATE_AVX512VNNI)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-ABI = 5
+ABI = 6
 
 # One entry per struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
@@ -30,7 +30,7 @@ RMS_NORM_ARGS = Struct("PPPPPqqqqqqqd")
 ADD_ARGS = Struct("PPPqqd")
 GLU_ARGS = Struct("PPqqqqq")
 ROPE_ARGS = Struct("PPPPPqqqqqqq")
-ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqddPPPqqq")
+ATTENTION_ARGS = Struct("PPPPqqqqqqqPPqqqqqqqqPqPPqqqqqqddPPPqqqPP")
 MUL_ARGS = Struct("PPPqqqqq")
 SCALE_POSITIONS_ARGS = Struct("PPPPqqqqqq")
 TAKE_ARGS = Struct("PPPqqq")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from aengine.errors import NotSupported
+from aengine.kernels.native.cross import SeenItems
 from aengine.kernels.native.experts import PackedExperts
 from aengine.kernels.native.library import (
     ADD_ARGS,
@@ -37,7 +38,7 @@ from aengine.kernels.native.library import (
 )
 from aengine.kernels.native.packed import CODES, PackedLinear, Packer
 from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
-from aengine.kernels.reference_cross import cross_attention, write_items
+from aengine.kernels.reference_cross import write_items
 
 _INT8_KV = 2
 _SILU, _GELU_TANH = 0, 1
@@ -106,6 +107,7 @@ class NativeOps:
         self._packer = Packer(context)
         self._operations = {name: context.operation(name) for name in OPERATIONS}
         self._experts: dict[int, PackedExperts] = {}
+        self._seen: SeenItems | None = None  # of the last step: its cross layers have one
 
     def set_threads(self, threads: int) -> None:
         """Takes effect before the next operation; changes no bit of any result."""
@@ -323,12 +325,13 @@ class NativeOps:
         return b"".join(linear_args(w, 0, dtype, packed_linear(w).in_features, 0, dtype, 0) for w in linears)
 
     def cross_attention(self, q: Tensor, spec: AttentionSpec, batch: StepBatch) -> Tensor:
-        """Plain torch, one token at a time: its shape, and so its bits, then depend on no other token of the step."""
         assert batch.cross is not None
-        return cross_attention(q, batch.kv[spec.layer], spec, batch.cross, 1)
+        kv, seen = batch.kv[spec.layer], self._seen
+        if seen is None or seen.cross is not batch.cross or seen.page_tokens != kv.page_tokens:
+            seen = self._seen = SeenItems.of(batch.cross, kv.page_tokens)
+        return self._attend(_dense_last(q), None, None, spec, kv, seen.rows, None, seen.items)
 
     def write_items(self, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor) -> None:
-        """Plain torch: once an item."""
         write_items(k, v, kv, pages)
 
     def take(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -367,21 +370,36 @@ class NativeOps:
         q, k, v = _dense_last(q), _dense_last(k), _dense_last(v)
         if k.dtype is not q.dtype or v.dtype is not q.dtype:
             raise NotSupported(f"q, k, v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
-        kv, tables = batch.kv[spec.layer], batch.tables[spec.group]
+        tables = batch.tables[spec.group]
+        rows = (
+            tables.data_ptr(), tables.stride(0), batch.row_offsets.data_ptr(), batch.context.data_ptr(),
+            len(batch.context),
+        )  # fmt: skip
+        return self._attend(q, k, v, spec, batch.kv[spec.layer], rows, sinks, (0, 0))
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        spec: AttentionSpec,
+        kv: LayerKV,
+        rows: tuple[int, int, int, int, int],
+        sinks: Tensor | None,
+        items: tuple[int, int],
+    ) -> Tensor:
+        """Without k and v nothing is written. rows: table, its stride, row_offsets, context, number of rows."""
         k_scale, v_scale = kv.k_scale, kv.v_scale
-        k_page, k_token, k_head, _ = kv.k.stride()
-        v_page, v_token, v_head, _ = kv.v.stride()
+        new = (x.stride()[:2] if x is not None else (0, 0) for x in (k, v))
         out = self._new((q.shape[0], spec.heads * spec.head_dim), q.dtype)
         args = ATTENTION_ARGS.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            _code(q), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            kv.k.data_ptr(), kv.v.data_ptr(),
-            _kv_code(kv), k_page, k_token, k_head, v_page, v_token, v_head, kv.k.shape[1],
-            tables.data_ptr(), tables.stride(0), batch.row_offsets.data_ptr(), batch.context.data_ptr(),
-            batch.context.shape[0], spec.heads, spec.kv_heads, spec.head_dim, spec.window, spec.chunk,
+            q.data_ptr(), 0 if k is None else k.data_ptr(), 0 if v is None else v.data_ptr(), out.data_ptr(),
+            _code(q), q.stride(0), q.stride(1), *next(new), *next(new), kv.k.data_ptr(), kv.v.data_ptr(),
+            _kv_code(kv), *kv.k.stride()[:3], *kv.v.stride()[:3], kv.k.shape[1], *rows,
+            spec.heads, spec.kv_heads, spec.head_dim, spec.window, spec.chunk,
             spec.scale, spec.softcap, 0 if sinks is None else sinks.data_ptr(),
             0 if k_scale is None else k_scale.data_ptr(), 0 if v_scale is None else v_scale.data_ptr(),
-            *((0, 0, 0) if k_scale is None else k_scale.stride()),
+            *((0, 0, 0) if k_scale is None else k_scale.stride()), *items,
         )  # fmt: skip
         self._run("attention", args)
         return out

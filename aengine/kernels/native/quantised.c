@@ -1,8 +1,8 @@
 /* y = x weight^T + bias with integer weights: activations rounded to int8 or int16, one scale
  * per row and 32 inputs, exact integer products.
  *
- * y[r, o] = sum over units of scale_x * (scale_w * dot) + minimum_w * (scale_x * sum of x codes), units rising, two fused
- * multiply-adds each (a group of 16 inputs: per half unit). A lane is an output and owns this chain, so that no bit
+ * y[r, o] = factor of r * sum over units of scale_x * (scale_w * dot) + minimum_w * (scale_x * sum of x codes), units
+ * rising, two fused multiply-adds each (a group of 16 inputs: per half unit). A lane is an output and owns this chain, so that no bit
  * depends on how many rows stand beside it or who computes it.
  *
  * Few rows: one tile passes over the packed codes as they stream in, and takes them apart itself. Many: a run of units of
@@ -42,16 +42,9 @@ static x_layout x_layout_of(const ae_quantised *w, int64_t in_features)
 typedef struct {
     const ae_linear_args *args;
     ae_x_unit *x;
+    float *factor; /* by row, of its int8 units */
     x_layout at;
 } quantise_job;
-
-static void quantise_by_type(const void *from, const ae_linear_args *a, ae_x_unit *to, int64_t codes16)
-{
-    if (a->x_dtype == AE_BF16)
-        quantise_row(from, 1, a->in_features, to, codes16);
-    else
-        quantise_row(from, 0, a->in_features, to, codes16);
-}
 
 static void quantise_part(void *arg, int part, int parts)
 {
@@ -60,8 +53,11 @@ static void quantise_part(void *arg, int part, int parts)
     for (int64_t r = a->rows * part / parts; r < a->rows * (part + 1) / parts; r++) {
         const char *from = (const char *)a->x + r * a->x_stride * ae_dtype_bytes(a->x_dtype);
         ae_x_unit *to = job->x + r * job->at.stride;
-        if (job->at.has_narrow) quantise_by_type(from, a, to, 0);
-        if (job->at.has_wide) quantise_by_type(from, a, to + job->at.wide, job->at.units);
+        const int64_t n = a->in_features, bf16 = a->x_dtype == AE_BF16;
+        if (job->at.has_narrow) job->factor[r] = bf16 ? quantise_narrow(from, 1, n, to) : quantise_narrow(from, 0, n, to);
+        if (!job->at.has_wide) continue;
+        to += job->at.wide;
+        bf16 ? quantise_wide(from, 1, n, to, job->at.units) : quantise_wide(from, 0, n, to, job->at.units);
     }
 }
 
@@ -70,6 +66,7 @@ static void quantise_part(void *arg, int part, int parts)
 typedef struct {
     const ae_linear_args *args;
     const ae_x_unit *x;
+    const float *factor;
     x_layout at;
     int64_t units, block_rows;
     int row_parts;
@@ -166,29 +163,37 @@ static code_run taken_apart(const code_job *job, const code_run *b, const ae_seg
     return out;
 }
 
+/* Row r's sums times factor[r] (NULL: 1), in outputs that are whole vectors. */
 AE_INLINE void store_whole(const ae_linear_args *a, int64_t row, int64_t rows, int64_t out, const int bf16,
-                           const int bias, const float *c)
+                           const int bias, const float *factor, const float *c)
 {
     vf b[2] = {vf_set1(0.0f), vf_set1(0.0f)};
     for (int k = 0; k < 2 && bias; k++) b[k] = vf_load(a->bias + out + k * AE_VL);
     char *to = (char *)a->y + output_at(a, row, out);
-    for (int64_t i = 0; i < rows; i++, to += a->y_stride * (bf16 ? 2 : 4), c += AE_PANEL)
+    for (int64_t i = 0; i < rows; i++, to += a->y_stride * (bf16 ? 2 : 4), c += AE_PANEL) {
+        const vf f = vf_set1(factor ? factor[i] : 1.0f);
         for (int k = 0; k < 2; k++) {
-            const vf v = vf_load(c + k * AE_VL);
+            const vf v = vf_load(c + k * AE_VL) * f;
             vf_put(to, k * AE_VL, bias ? v + b[k] : v, bf16);
         }
+    }
 }
 
 /* The outputs of one panel from c [rows][AE_PANEL]. */
-static void store_rows(const ae_linear_args *a, int64_t row, int64_t rows, int64_t out, int64_t width, const float *c)
+static void store_rows(const ae_linear_args *a, int64_t row, int64_t rows, int64_t out, int64_t width, const float *factor,
+                       float *c)
 {
     const int bf16 = a->y_dtype == AE_BF16, bias = a->bias != NULL;
     if (width < AE_PANEL)
-        for (int64_t i = 0; i < rows; i++) store_row(a, row + i, out, width, c + i * AE_PANEL);
+        for (int64_t i = 0; i < rows; i++) {
+            float *sums = c + i * AE_PANEL;
+            for (int k = 0; k < 2 && factor; k++) vf_store(sums + k * AE_VL, vf_load(sums + k * AE_VL) * vf_set1(factor[i]));
+            store_row(a, row + i, out, width, sums);
+        }
     else if (bf16)
-        bias ? store_whole(a, row, rows, out, 1, 1, c) : store_whole(a, row, rows, out, 1, 0, c);
+        bias ? store_whole(a, row, rows, out, 1, 1, factor, c) : store_whole(a, row, rows, out, 1, 0, factor, c);
     else
-        bias ? store_whole(a, row, rows, out, 0, 1, c) : store_whole(a, row, rows, out, 0, 0, c);
+        bias ? store_whole(a, row, rows, out, 0, 1, factor, c) : store_whole(a, row, rows, out, 0, 0, factor, c);
 }
 
 /* One panel by the rows [row, row + rows). */
@@ -217,7 +222,8 @@ static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, 
             const ae_x_unit *x = job->x + (row + done) * job->at.stride + (wide ? job->at.wide : 0) + u;
             float *c = sums + (longest < job->units ? done * AE_PANEL : 0);
             code_tiles[size][form][s->group == 16](&b, x, job->at.stride, c);
-            if (u + units == job->units) store_rows(a, row + done, mr, out, width, c);
+            const float *factor = wide ? NULL : job->factor + row + done;
+            if (u + units == job->units) store_rows(a, row + done, mr, out, width, factor, c);
         }
     }
 }
@@ -258,11 +264,12 @@ int AE_FN(linear_quantised)(ae_context *ctx, const ae_linear_args *a)
     const x_layout at = x_layout_of(a->weight, a->in_features);
     const int64_t units = at.units, row_bytes = at.stride * (int64_t)sizeof(ae_x_unit);
     quantise_job first = {.args = a, .at = at};
-    first.x = ae_pool_scratch(ctx->pool, AE_SHARED_A, (size_t)(a->rows * row_bytes));
+    first.x = ae_pool_scratch(ctx->pool, AE_SHARED_A, (size_t)(a->rows * (row_bytes + (int64_t)sizeof *first.factor)));
     if (!first.x) return AE_NO_MEMORY;
+    first.factor = (float *)((char *)first.x + a->rows * row_bytes);
     /* 32 K activations are about 5 us. */
     ae_pool_run(ctx->pool, quantise_part, &first, (int)ae_min(ae_parts(ctx, a->rows * a->in_features, 32768), a->rows));
-    code_job job = {.args = a, .x = first.x, .at = at, .units = units};
+    code_job job = {.args = a, .x = first.x, .factor = first.factor, .at = at, .units = units};
     job.block_rows = ae_max(AE_QR, AE_BLOCK_BYTES / row_bytes / AE_QR * AE_QR);
     job.block_rows = ae_min(job.block_rows, ae_round_up(a->rows, AE_QR));
     /* 64 K weights are about 2 us of reading: less is not worth waking another thread for. 1 M products are about 15 us. */

@@ -1,13 +1,16 @@
 /* Integer weights in panels, activations in units of 32, and the integer product of the two.
  *
  * A unit of activations is 32 of a row, rounded with one scale to int8, or to int16 for wide segments: those of codes of
- * 8 bits and those marked precise. All of a unit is one cache line; int16 codes are another. A panel of codes
+ * 8 bits and those marked precise. Scales of int8 units are whole multiples, 0 .. 32,767, of a factor of their row: the
+ * instruction that adds up 16-bit sums multiplies by them on the way, and the factor meets each output once. All of a
+ * unit is one cache line; int16 codes are another. A panel of codes
  * holds, per unit, 8 steps of 4 inputs of 2 VL outputs; a vector is VL outputs x 4 inputs as bytes.
  * Codes of 4 bits: one vector a step, low nibbles for the first VL outputs of the panel, high nibbles for the other VL.
  * Codes of 8 bits: two vectors a step, stored with 128 added; 128 times the sum of the activations is taken off.
  *
  * Products of bytes: VNNI and plain C multiply into 32-bit sums; where AE_SPLIT (no VNNI) into 16-bit
- * sums, which a whole unit of nibbles cannot overflow (8 steps x 2 x 15 x 127 = 30,480). Products of wide segments: codes
+ * sums, which a whole unit of nibbles cannot overflow (8 steps x 2 x 15 x 127 = 30,480); two of them times a scale fit
+ * 32 bits (2 x 30,480 x 32,767 = 1,997,476,320). Products of wide segments: codes
  * become 16-bit integers, a step being two: inputs 0 and 2 of its four, then 1 and 3. Their 32-bit sums cannot overflow
  * (32 x 255 x 32,767 = 267,378,720, and 128 taken off half of that). Every way yields the same integer.
  */
@@ -17,15 +20,15 @@
 #include "api.h"
 #include "simd.h"
 
-enum { AE_UNIT = 32, AE_STEPS = 8, AE_OFFSET = 128 };
+enum { AE_UNIT = 32, AE_STEPS = 8, AE_OFFSET = 128, AE_MOST = 127, AE_MOST_SCALE = 32767 };
 
 /* [0]: of all 32 inputs; [1], [2]: of the first and the last 16. */
 typedef struct {
     int8_t code[AE_UNIT]; /* of a wide unit none: its int16 codes stand apart */
-    float scale;
+    float scale;        /* of an int8 unit in factors of its row */
     float sums[3];      /* scale * sum of codes */
     int32_t offsets[3]; /* -AE_OFFSET * sum of codes */
-    int32_t unused;
+    uint32_t pair;      /* the scale of an int8 unit as an integer, twice: in both halves */
 } ae_x_unit;
 
 #if defined(__AVX2__) && AE_VL == 8 || defined(__AVX512BW__)
@@ -48,14 +51,12 @@ typedef struct {
 #define AE_SPLIT 0
 AE_INLINE vi codes_step(vi sum, vu w, vu x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
 AE_INLINE vi pairs_step(vi sum, vu w, vu x) { return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
-AE_INLINE vi codes_total(vi sum) { return sum; }
 
 #elif AE_VL == 16 && defined(__AVX512BW__)
 #define AE_SPLIT 1
 AE_INLINE vi multiply_bytes(vu w, vu x) { return (vi)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
 AE_INLINE vi multiply_pairs(vu w, vu x) { return (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x); }
 AE_INLINE vi add_16(vi a, vi b) { return (vi)_mm512_add_epi16((__m512i)a, (__m512i)b); }
-AE_INLINE vi codes_total(vi sum) { return (vi)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
 
 #elif AE_VL == 8 && defined(__AVXVNNI__)
 #define AE_SPLIT 0
@@ -67,14 +68,12 @@ AE_INLINE vi pairs_step(vi sum, vu w, vu x)
 {
     return (vi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 }
-AE_INLINE vi codes_total(vi sum) { return sum; }
 
 #elif AE_VL == 8 && defined(__AVX2__)
 #define AE_SPLIT 1
 AE_INLINE vi multiply_bytes(vu w, vu x) { return (vi)_mm256_maddubs_epi16((__m256i)w, (__m256i)x); }
 AE_INLINE vi multiply_pairs(vu w, vu x) { return (vi)_mm256_madd_epi16((__m256i)w, (__m256i)x); }
 AE_INLINE vi add_16(vi a, vi b) { return (vi)_mm256_add_epi16((__m256i)a, (__m256i)b); }
-AE_INLINE vi codes_total(vi sum) { return (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 
 #else
 #define AE_SPLIT 0
@@ -88,7 +87,6 @@ AE_INLINE vi pairs_step(vi sum, vu w, vu x)
 {
     return sum + ((vi)(w << 16) >> 16) * ((vi)(x << 16) >> 16) + ((vi)w >> 16) * ((vi)x >> 16);
 }
-AE_INLINE vi codes_total(vi sum) { return sum; }
 #endif
 
 /* One step of both vectors of a panel. Where products come apart from sums, both products first: two adds between two

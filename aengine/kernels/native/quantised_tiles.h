@@ -23,6 +23,9 @@ static const int tile_rows[] = {AE_EACH_QR(QR_ENTRY)};
 /* Bytes of codes ahead of the one in use that a single tile asks for. */
 #define AE_AHEAD 2048
 
+/* Between two branches: what both begin with is not taken out in front of them, where it would need registers. */
+#define AE_APART() __asm__ volatile("" ::: "memory")
+
 /* A run of units of a panel. */
 typedef struct {
     const uint8_t *codes;
@@ -100,6 +103,21 @@ AE_INLINE void fetch(const void *p, int64_t from, int64_t to)
     for (int64_t i = from; i < to; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 
+/* The scale of a unit, in every lane: where products come apart, that of int8 as integers. */
+AE_INLINE vu unit_scale(const int form, const ae_x_unit *x)
+{
+    return AE_SPLIT && !AE_IS16(form) ? (vu){0} + x->pair : (vu)vf_set1(x->scale);
+}
+
+/* sum + integer sums times both scales. */
+AE_INLINE vf add_scaled(const int form, vi dot, vu scale_x, vf scale, vf sum)
+{
+#if AE_SPLIT
+    if (!AE_IS16(form)) return vf_fma(scale, __builtin_convertvector(multiply_pairs((vu)dot, scale_x), vf), sum);
+#endif
+    return vf_fma((vf)scale_x, scale * __builtin_convertvector(dot, vf), sum);
+}
+
 /* Integer sums of mr rows into their fp32 sums: those of `acc` when `keep`, of c otherwise. */
 AE_INLINE void add_group(const int mr, const int form, const int keep, const int which, vi sums[][2], const ae_x_unit *x,
                          int64_t ldx, const char *scale, const char *minimum, int f16, vf acc[][2], float *c)
@@ -112,13 +130,13 @@ AE_INLINE void add_group(const int mr, const int form, const int keep, const int
     AE_UNROLL
     for (int i = 0; i < mr; i++) {
         const ae_x_unit *xi = x + i * ldx;
-        const vf sx = vf_set1(xi->scale), sum_x = vf_set1(xi->sums[which]);
+        const vu scale_x = unit_scale(form, xi);
+        const vf sum_x = vf_set1(xi->sums[which]);
         AE_UNROLL
         for (int k = 0; k < 2; k++) {
             float *at = c + (i * 2 + k) * AE_VL;
-            const vi dot = AE_IS16(form) ? sums[i][k] : codes_total(sums[i][k]);
-            const vf part = s[k] * __builtin_convertvector(dot, vf);
-            vf sum = vf_fma(sx, part, keep ? acc[i][k] : vf_load(at));
+            vf sum = keep ? acc[i][k] : vf_load(at);
+            sum = add_scaled(form, sums[i][k], scale_x, s[k], sum);
             if (minimum) sum = vf_fma(m[k], sum_x, sum);
             if (keep)
                 acc[i][k] = sum;
@@ -183,10 +201,13 @@ AE_INLINE void code_tile(const int mr, const int form, const int halves, const c
                 if (AE_IS16(form)) add_products(mr, form, j, 1, codes, x, ldx, codes16, sums);
             }
             if (h == 0 && !halves) continue;
-            if (minimum)
+            if (minimum) {
+                AE_APART();
                 add_group(mr, form, keep, which, sums, x, ldx, scale, minimum, f16, acc, c);
-            else
+            } else {
+                AE_APART();
                 add_group(mr, form, keep, which, sums, x, ldx, scale, NULL, f16, acc, c);
+            }
             if (halves || --left == 0) {
                 scale += scale_bytes;
                 if (minimum) minimum += scale_bytes;

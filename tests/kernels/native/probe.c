@@ -5,8 +5,9 @@
 
 EXPORT int lanes(void) { return AE_VL; }
 
-/* The sums of a unit of codes: w [steps][2][lanes], x [steps], out [2][lanes]. */
-EXPORT void unit_sums(const uint32_t *w, const uint32_t *x, int steps, int codes16, int32_t *out)
+/* The sums of a unit of codes, those of bytes times `scale`: w [steps][2][lanes], x [steps], out [2][lanes]. */
+EXPORT void unit_sums(const uint32_t *w, const uint32_t *x, int steps, int codes16, uint32_t scale,
+                      int32_t *out)
 {
     vi sum0 = {0}, sum1 = {0};
     for (int j = 0; j < steps; j++, w += 2 * AE_VL) {
@@ -16,8 +17,13 @@ EXPORT void unit_sums(const uint32_t *w, const uint32_t *x, int steps, int codes
         else
             add_step(0, &sum0, &sum1, w0, w1, xj);
     }
-    if (!codes16) sum0 = codes_total(sum0);
-    if (!codes16) sum1 = codes_total(sum1);
+#if AE_SPLIT
+    if (!codes16) sum0 = multiply_pairs((vu)sum0, (vu){0} + scale * 0x10001u);
+    if (!codes16) sum1 = multiply_pairs((vu)sum1, (vu){0} + scale * 0x10001u);
+#else
+    sum0 = codes16 ? sum0 : sum0 * (int32_t)scale;
+    sum1 = codes16 ? sum1 : sum1 * (int32_t)scale;
+#endif
     *(vu_mem *)out = (vu)sum0;
     *(vu_mem *)(out + AE_VL) = (vu)sum1;
 }
@@ -63,7 +69,6 @@ UNARY(cvtepi32_ps, __m512, __m512i)
 UNARY(cvtepi8_epi32, __m512i, __m128i)
 UNARY(cvtph_ps, __m512, __m256i)
 UNARY(reduce_max_epi32, int32_t, __m512i)
-UNARY(set1_epi16, __m512i, int16_t)
 BINARY(max_ps, __m512)
 BINARY(min_ps, __m512)
 BINARY(max_epi32, __m512i)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aengine.kernels.native import NativeOps
-from aengine.kernels.ops import AttentionSpec, Linear, RopeTable
+from aengine.kernels.ops import AttentionSpec, CrossBatch, CrossItem, CrossSpan, Linear, RopeTable
 from aengine.kernels.reference_attention import first_visible
 from tests.kernels.native.paged import Pages, Sequence_, make_batch, make_spec, random_sequence, step_inputs
 
@@ -131,6 +133,49 @@ def test_token_by_token_equals_prefill(ops_by_threads: OpsByThreads, kv_dtype: t
     chunks = [230, *[1] * 40, 240, *[1] * 20]
     whole = attend_in_chunks(ops_by_threads[2], SPECS[0], sequence, [530], kv_dtype=kv_dtype)
     assert torch.equal(attend_in_chunks(ops_by_threads[2], SPECS[0], sequence, chunks, kv_dtype=kv_dtype), whole)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_cross_attention_rows_pages_threads(ops_by_threads: OpsByThreads, kv_dtype: torch.dtype) -> None:
+    """Tokens see items 0 and 1; companions see the same, others, or an item so long that tables get wider."""
+    spec, lengths = make_spec(9, 3, 64), [700, 90, 300, 2100]
+    stored = [random_sequence(length, spec, torch.float32, length) for length in lengths]
+    q = torch.randn(45, spec.heads, spec.head_dim, generator=torch.Generator().manual_seed(0))
+    mine = (0, 1)
+
+    def attend(ops: NativeOps, rows: Sequence[tuple[int, int, tuple[int, ...]]], seed: int) -> list[Tensor]:
+        """rows: (first token of q, tokens, items)."""
+        pages = Pages(lengths, spec, kv_dtype, page_tokens=16, seed=seed)
+        for row, sequence in enumerate(stored):
+            pages.fill(row, sequence, sequence.length)
+        items = [
+            CrossItem(table[: -(-length // 16)].long(), length)
+            for table, length in zip(pages.tables, lengths, strict=True)
+        ]
+        offsets = [0, *accumulate(count for _, count, _ in rows)]
+        spans = tuple(
+            CrossSpan(first, count, tuple(items[i] for i in seen))
+            for first, (_, count, seen) in zip(offsets, rows, strict=False)
+        )
+        cross = CrossBatch(torch.arange(offsets[-1]), spans)
+        batch = replace(make_batch(pages, [(0, 0, 1)]), cross=cross)
+        out = ops.cross_attention(torch.cat([q[at : at + count] for at, count, _ in rows]), spec, batch)
+        return list(out.split([count for _, count, _ in rows]))
+
+    whole = attend(ops_by_threads[1], [(0, 45, mine)], 0)[0]
+    twins = [(i, 1, mine) for i in range(20)]
+    others = [(7, 1, (0,)), (3, 20, (3,)), (9, 2, (2, 0, 1)), (0, 1, (1, 0))]
+    for threads, rows, at in (
+        (2, [(0, 45, mine)], [0]),
+        (5, [(5, 1, mine)], [0]),
+        (2, [(0, 30, mine), *others, (30, 15, mine)], [0, 5]),
+        (2, [*others, *twins, (20, 25, mine)], range(4, 25)),
+        (1, [(44, 1, mine), *others], [0]),
+    ):
+        outputs = attend(ops_by_threads[threads], rows, threads)
+        for i in at:
+            first, count, _ = rows[i]
+            assert torch.equal(outputs[i], whole[first : first + count]), f"{threads} threads, row {i} of {len(rows)}"
 
 
 # Rows of the shared-pages test: (length, tokens of this step, row whose pages it shares, positions shared).
