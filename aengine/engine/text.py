@@ -12,9 +12,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from aengine.errors import AengineError, ContextLengthExceeded, InvalidRequest
+from aengine.errors import AengineError, ConfigError, ContextLengthExceeded, InvalidRequest
 from aengine.models.detokenize import TextStream
 from aengine.models.response import ResponseStream
 from aengine.models.tokenizer import Tokenizer
@@ -23,6 +24,16 @@ T = TypeVar("T")
 Messages = list[dict[str, Any]]
 TEXT_THREADS = 2
 CHARS_PER_TOKEN_MAX = 256  # the longest tokens of common vocabularies are runs of 128 blanks
+
+
+def read_template(path: str | None) -> str | None:
+    """The file with a chat template. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {path!r} cannot be read: {error}", param="chat_template") from error
 
 
 class TextProcessor:
