@@ -29,6 +29,8 @@ async def serve(pipe_fd: int, listening: list[int]) -> None:
     stopping = asyncio.Event()
     engine = RemoteEngine(config.engine, pipe, stopping)
     engine.listen()
+    if welcome.restarted:  # until it can serve, connections wait in the sockets' queues
+        await engine.start()
     sockets = [socket.socket(fileno=fd) for fd in listening]
     await run_server(engine, config.server, sockets=sockets, stopping=stopping)
 

@@ -141,7 +141,7 @@ class Parent:
             )
         pipe = await Pipe.over(ours, ToEngine)
         try:
-            pipe.send(Welcome(self._config, index))
+            pipe.send(Welcome(self._config, self._hub.all_up.is_set()))
             return await self._hub.serve(index, pipe)
         finally:
             pipe.cut()

@@ -105,7 +105,9 @@ class RemoteEngine:
             self._die("the front-end failed on an internal fault")
 
     async def start(self) -> None:
-        """Read the tokenizer beside the engine's own loading, then wait until all are ready."""
+        """Read the tokenizer beside the engine's own loading, then wait until all are ready. Once only."""
+        if self._text is not None:
+            return
         files = await asyncio.to_thread(self._present)
         tokenizer = await asyncio.to_thread(load_tokenizer, files) if files is not None else None
         while self._model is None:

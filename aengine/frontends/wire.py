@@ -95,8 +95,10 @@ class Counted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """`restarted`: others serve already, so it need not answer before it can serve."""
+
     config: AengineConfig
-    index: int
+    restarted: bool
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
