@@ -48,6 +48,7 @@ LOOK_EVERY_S = 0.05
 SILENT_S = 30.0  # a front-end tells its counters every second
 COUNTING_S = 0.5
 NOBODY = -1
+NO_SEATS: NDArray[np.int16] = np.zeros(0, np.int16)
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ class Hub:
         self._nothing_open.set()
         self._works: set[asyncio.Task[None]] = set()
         self._split_handles: Int64s = NO_HANDLES
-        self._split_seats: NDArray[np.int16] = np.zeros(0, np.int16)
+        self._split_seats = NO_SEATS
         self._told: State | None = None
         self.all_up = asyncio.Event()  # once every front-end could serve
 
@@ -152,9 +153,12 @@ class Hub:
         """Until the front-end is gone: the number of sequences that it left open."""
         seat = self._seats[index] = Seat(index, pipe)
         pipe.send(self._state())
-        while (message := await pipe.receive()) is not None:
-            seat.heard_s = time.monotonic()
-            self._take(seat, message)
+        try:
+            while (message := await pipe.receive()) is not None:
+                seat.heard_s = time.monotonic()
+                self._take(seat, message)
+        except Exception:  # whatever it says, others are served
+            log.exception("front-end %d says what cannot be understood; it is cut off", index)
         return self._left(seat)
 
     def _left(self, seat: Seat) -> int:
@@ -162,7 +166,7 @@ class Hub:
         seat.leave()
         for handle in seat.handles:
             self._seat_of[handle] = NOBODY
-        self._split_handles = NO_HANDLES
+        self._split_handles, self._split_seats = NO_HANDLES, NO_SEATS
         self.engine.abort_rows(seat.handles)
         with suppress(NotReady):
             if seat.counts is not None:

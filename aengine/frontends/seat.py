@@ -25,7 +25,7 @@ KEPT = "kept"
 
 
 class Seat:
-    """`requests` maps the numbers of its open requests to their handles."""
+    """`handles`: of its open sequences. `up`: it can serve. `left`: it is gone."""
 
     def __init__(self, index: int, pipe: Pipe) -> None:
         self.index = index

@@ -23,7 +23,7 @@ from aengine.errors import (
 from aengine.frontends import parent, seat, wire
 from aengine.frontends.seat import Seat
 from aengine.frontends.wire import Fault, Submit, Up
-from aengine.types import Grammar, MediaInput
+from aengine.types import Admitted, Grammar, MediaInput, StepOutputs
 from tests.engine.conftest import VOCAB, Sim, engine
 from tests.engine.test_engine import oracle
 from tests.frontends.conftest import house
@@ -137,6 +137,8 @@ async def test_a_lost_front_end_costs_only_its_own_requests(sim: Sim) -> None:
             await anext(stream)
         home.pipes[0].cut()
         assert await home.serving[0] == 3
+        no_rows = StepOutputs(0, admitted=[Admitted(10**9, 0)])
+        await home.host._core.outputs.put(no_rows)  # type: ignore[union-attr]
         for stream in gone:
             with pytest.raises(EngineDead):
                 await read(stream)
@@ -167,6 +169,17 @@ async def test_who_takes_nothing_is_cut_off_and_others_go_on(sim: Sim, monkeypat
         assert list((await read(alone))[0][1]) == oracle([9, 9], 20, ignore_eos=True)
         async with asyncio.timeout(5):
             assert await home.serving[1] > 0
+        end.close()
+
+
+async def test_who_talks_nonsense_is_cut_off_and_others_go_on(sim: Sim) -> None:
+    async with house(sim) as home:
+        end = await home.connect(1)
+        end.sendall((3).to_bytes(8, "little") + b"\xc1\xc1\xc1")
+        assert await home.serving[1] == 0
+        assert list((await read(home.fronts[0].submit([9], GREEDY, request_id="a")))[0][1]) == oracle(
+            [9], 20, ignore_eos=True
+        )
         end.close()
 
 
