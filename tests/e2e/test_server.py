@@ -158,11 +158,11 @@ async def stream_ids(
     return ids
 
 
-async def test_64_streams_are_even_and_complete(either: Server) -> None:
+async def test_64_streams_are_even_and_complete(server: Server) -> None:
     """One token a chunk: nothing is batched up on the way while the device steps back to back."""
     seen: list[list[tuple[float, int]]] = [[] for _ in range(64)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        tasks = [stream_ids(session, either.url, f"Story number {i}:", 32, seen[i]) for i in range(64)]
+        tasks = [stream_ids(session, server.url, f"Story number {i}:", 32, seen[i]) for i in range(64)]
         ids = await asyncio.gather(*tasks)
     assert [len(each) for each in ids] == [32] * 64
     sizes = collections.Counter(size for stream in seen for _, size in stream)
@@ -219,11 +219,11 @@ async def test_errors_are_small_and_typed_while_a_stream_goes_on(either: Server)
         assert await beside == alone
 
 
-async def test_a_prompt_one_token_too_long_is_refused_with_both_numbers(either: Server) -> None:
+async def test_a_prompt_one_token_too_long_is_refused_with_both_numbers(server: Server) -> None:
     async with aiohttp.ClientSession() as session:
         for tokens, status in ((CONTEXT - 1, 200), (CONTEXT, 400)):
             body = {"prompt": [9] * tokens, "max_tokens": 1}
-            async with session.post(either.url + "/v1/completions", json=body) as response:
+            async with session.post(server.url + "/v1/completions", json=body) as response:
                 answer = await response.json()
                 assert response.status == status, answer
         assert answer["error"]["code"] == "context_length_exceeded"
