@@ -138,7 +138,7 @@ class ModelledExecutor:
 
     def _decide(self, plan: StepPlan, tokens: Int32s, counts: Int32s, step_s: float, choices: Choices) -> StepResult:
         for row, mask in zip(choices.rows.tolist(), choices.masks, strict=True):
-            tokens[row, 0] = allowed_token(int(tokens[row, 0]), mask, self._vocab)
+            tokens[row, 0] = allowed_token(int(tokens[row, 0]), mask)
         return self._result(plan, tokens, counts, step_s)
 
     def _result(self, plan: StepPlan, tokens: Int32s, counts: Int32s, step_s: float) -> StepResult:
