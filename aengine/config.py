@@ -218,6 +218,9 @@ class ServerConfig:
 
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8000, "port to listen on; 0: any free one")
+    frontends: int | None = _setting(
+        None, "processes for HTTP and text; 0: in the engine's process; unset or auto: 0 below 8 cores, else up to 4"
+    )
     api_key: str | None = _setting(None, "key that clients must send as a bearer token; unset: none needed")
     cors_origins: tuple[str, ...] = _setting((), "origins besides localhost that browsers may call from")
     tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen", "none"] = _setting(
@@ -240,6 +243,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check_filled("host", (self.host,))
         _check("port", self.port, 0, 65535)
+        _check("frontends", self.frontends, 0, 64, "processes")
         if self.api_key is not None:
             _check_key(self.api_key)
         _check_filled("cors_origins", self.cors_origins)

@@ -9,11 +9,14 @@ there is no lock. Times are seconds.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from aengine.types import FinishReason
 
@@ -121,6 +124,16 @@ class Histogram:
         return out
 
 
+class Counts(msgspec.Struct, frozen=True):
+    """All that one process has counted, by the names of Metrics' attributes; sums of several have a meaning.
+
+    `labelled` holds (label, count); `histograms` (counts by bucket, sum)."""
+
+    numbers: Mapping[str, int | float]
+    labelled: Mapping[str, tuple[tuple[Any, int | float], ...]]
+    histograms: Mapping[str, tuple[tuple[int, ...], float]]
+
+
 class Metrics:
     """All metrics of one engine, labelled with its model's name. `model_name` may be set once the model is known."""
 
@@ -149,6 +162,7 @@ class Metrics:
         self._rejected: Counter[str] = Counter()
         self._disabled: Counter[str] = Counter()
         self._faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
+        self._frontends_lost = 0
 
     def bind(self, snapshot: Callable[[], Snapshot]) -> None:
         """Where gauges come from; called on the event loop at each scrape, must not wait."""
@@ -218,6 +232,44 @@ class Metrics:
         """A feature that was asked for runs on a slower path or not at all."""
         self._disabled[feature] += 1
 
+    def frontend_lost(self, requests: int) -> None:
+        """A front-end process ended unasked, with that many sequences open."""
+        self._frontends_lost += 1
+        self._finished[FinishReason.ABORT.value] += requests
+
+    # ---- sums over processes
+
+    def counts(self) -> Counts:
+        mine = vars(self)
+        return Counts(
+            {name: value for name, value in mine.items() if isinstance(value, int | float)},
+            {name: tuple(value.items()) for name, value in mine.items() if isinstance(value, Counter)},
+            {name: (tuple(value.counts), value.total) for name, value in mine.items() if isinstance(value, Histogram)},
+        )
+
+    def absorb(self, counts: Counts) -> None:
+        """Count what another process has counted as well."""
+        mine = vars(self)
+        for name, number in counts.numbers.items():
+            mine[name] += number
+        for name, labelled in counts.labelled.items():
+            for label, number in labelled:
+                mine[name][tuple(label) if isinstance(label, list) else label] += number
+        for name, (buckets, total) in counts.histograms.items():
+            mine[name].counts = [a + b for a, b in zip(mine[name].counts, buckets, strict=True)]
+            mine[name].total += total
+
+    def with_others(self, others: Iterable[Counts]) -> Metrics:
+        """A copy that counts for other processes too; the gauges are this one's."""
+        made = copy.copy(self)
+        made._registry = None
+        for name, value in vars(self).items():
+            if isinstance(value, Counter | Histogram):
+                setattr(made, name, copy.copy(value))
+        for counts in others:
+            made.absorb(counts)
+        return made
+
     # ---- exposition
 
     def render(self) -> bytes:
@@ -261,6 +313,7 @@ class Metrics:
         yield self._counter("aengine:steps", "Device steps that retired.", self._step.count)
         yield self._counter("aengine:steps_overlapped", "Steps retired with another in flight.", self._steps_overlapped)
         yield self._counter("aengine:step_failures", "Device steps that raised.", self._step_failures)
+        yield self._counter("aengine:frontends_lost", "Front-end processes that ended unasked.", self._frontends_lost)
         yield self._by("vllm:request_success", "Ended requests.", "finished_reason", self._finished)
         yield self._by(
             "aengine:requests_rejected", "Requests refused before they were queued.", "reason", self._rejected

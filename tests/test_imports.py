@@ -28,8 +28,9 @@ ROOMS = {
     "runner": BASE | {"kernels", "models", "memory"},
     "engine": BASE | {"metrics", "timeline", "memory", "prefix_cache", "scheduler", "models", "runner", "kernels"},
     "server": BASE,
+    "frontends": BASE | {"metrics", "models", "engine", "server"},
     "client": BASE,
-    "cli": BASE | {"server", "__init__"},
+    "cli": BASE | {"server", "frontends", "__init__"},
     "__init__": BASE | {"engine", "client"},
 }
 EXTRA_EDGES = {"memory/arena.py": {"kernels"}}  # the one file of its room that holds tensors
@@ -48,6 +49,7 @@ FORBIDDEN = {
     "runner": {"aiohttp", "transformers", "tokenizers"},
     "engine": {"aiohttp"},
     "server": {"torch", "transformers", "tokenizers"},
+    "frontends": {"torch", "transformers", "tokenizers", "aiohttp"},
     "cli": {"torch", "transformers", "tokenizers"},
     "client": {"torch", "transformers", "tokenizers"},
     "__init__": HEAVY,
@@ -182,6 +184,11 @@ def test_a_pure_room_loads_neither_torch_nor_asyncio_nor_aiohttp(name):
 def test_the_assembly_does_not_load_triton_kernels():
     """An installation for CPUs has no Triton; one with it pays for it only when there is a CUDA device."""
     assert python("import sys, aengine.engine.build; print('aengine.kernels.triton' in sys.modules)") == "False"
+
+
+def test_a_front_end_loads_no_torch():
+    """It would cost each of them 150 MB and seconds."""
+    assert python("import sys, aengine.frontends.remote, aengine.server; print('torch' in sys.modules)") == "False"
 
 
 def test_the_package_itself_loads_nothing_heavy():

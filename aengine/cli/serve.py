@@ -8,14 +8,14 @@ Invariants: the process ends with 0 only when it was asked to stop and drained.
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from aengine import __version__
 from aengine.cli.options import Parser, add_settings, config_of, print_config
-from aengine.cli.startup import Startup, configure_logging
+from aengine.cli.startup import Startup
 from aengine.config import AengineConfig
+from aengine.server.process import configure_logging, run_on_fast_loop
 
 Serve = Callable[[AengineConfig, Startup], Coroutine[Any, Any, None]]
 
@@ -42,6 +42,14 @@ def run(args: argparse.Namespace, serve: Serve | None = None) -> int:
 
 async def serve_engine(config: AengineConfig, startup: Startup) -> None:
     """Listen, load, serve until told to stop. Raises what starting the engine or listening raised."""
+    from aengine.frontends.parent import wanted
+
+    frontends, line = wanted(config.server)
+    startup.note(line)
+    await (serve_here(config, startup) if not frontends else serve_by_frontends(config, startup, frontends))
+
+
+async def serve_here(config: AengineConfig, startup: Startup) -> None:
     from aengine import AsyncEngine
     from aengine.server import run_server
 
@@ -56,12 +64,14 @@ async def serve_engine(config: AengineConfig, startup: Startup) -> None:
     await run_server(engine, config.server, on_listening=startup.listening)
 
 
-def run_on_fast_loop(main: Coroutine[Any, Any, None]) -> None:
-    """`asyncio.run` on uvloop where it is installed, else on asyncio's own loop."""
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main)
-        return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
+async def serve_by_frontends(config: AengineConfig, startup: Startup, frontends: int) -> None:
+    from aengine import AsyncEngine
+    from aengine.frontends.hub import Hub
+    from aengine.frontends.parent import Parent
+
+    hub = Hub(frontends)
+    engine = AsyncEngine(
+        config.engine, on_phase=startup.phase, on_progress=startup.progress, own_process=True, outlet=hub
+    )
+    parent = Parent(config, engine, hub, frontends)
+    await parent.run(startup.listening, lambda: startup.ready(engine.report))

@@ -89,8 +89,10 @@ def _leaves(node: type, path: tuple[str, ...]) -> Iterable[Setting]:
 
 
 def parse(setting: Setting, raw: object, where: str) -> object:
-    """`raw` (text of a flag or variable, or a YAML value) as the setting's type. Raises ConfigError naming `where`."""
-    if raw is None or (raw == "" and setting.optional):
+    """`raw` (text of a flag or variable, or a YAML value) as the setting's type; `auto` leaves a number unset
+    that may be. Raises ConfigError naming `where`."""
+    fitted = setting.optional and setting.kind in (int, float) and raw == "auto"
+    if raw is None or fitted or (raw == "" and setting.optional):
         if setting.optional:
             return None
         raise ConfigError(f"{where}: {setting.name} has no value", param=setting.name)

@@ -1,6 +1,6 @@
 """What a server tells while it starts.
 
-Owns: the log's format, the start-up lines, the table of phases and the memory ledger.
+Owns: the start-up lines, the table of phases and the memory ledger.
 Does not know: what a phase does.
 Invariants: at most MAX_LINES log lines before the table, however many phases there are; `phase` may be called from any
 thread.
@@ -25,12 +25,6 @@ MAX_LINES = 15
 _WIDTH = 24
 
 
-def configure_logging(level: str) -> None:
-    """aengine's own messages at `level`; other packages' only from warning up. To stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logging.getLogger("aengine").setLevel(level.upper())
-
-
 class Startup:
     """`listening`, then `phase` as often as there are phases, then `ready`."""
 
@@ -50,6 +44,9 @@ class Startup:
 
     def phase(self, name: str, seconds: float) -> None:
         self._log("%s: %.2f s", name, seconds)
+
+    def note(self, text: str) -> None:
+        self._log("%s", text)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Something long goes on: a bar on a terminal, else one line when it begins. Called from any thread."""

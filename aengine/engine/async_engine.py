@@ -15,7 +15,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
@@ -26,6 +27,7 @@ from aengine.engine.facts import EngineStats, Health, ModelInfo, StartupReport
 from aengine.engine.gather import Gathered
 from aengine.engine.images import take_images
 from aengine.engine.intake import Intake
+from aengine.engine.outlet import Outlet
 from aengine.engine.output import Choice, OutputTask
 from aengine.engine.process import collect_seldom, give_back_free_memory
 from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
@@ -35,7 +37,7 @@ from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, Requ
 from aengine.metrics import Metrics
 from aengine.scheduler import Matcher
 from aengine.timeline import KEPT_S, Timeline, chrome_trace
-from aengine.types import Int32s, MediaInput, RequestOutput, SamplingParams
+from aengine.types import Int32s, MediaInput, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from aengine.engine.build import Parts
@@ -57,6 +59,7 @@ class AsyncEngine:
 
     While it starts, and from a worker thread, `on_phase(name, seconds)` is called when a phase ends, and
     `on_progress(what, done, total)` while something long goes on (a download in bytes, weights in layers).
+    `outlet` takes all outputs in place of the engine's own output task; prompts then come by `submit_rows`.
     `own_process`: nothing else of this process uses torch, so that what only compilers need of it is not imported.
     """
 
@@ -69,8 +72,10 @@ class AsyncEngine:
         on_phase: Callable[[str, float], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
         own_process: bool = False,
+        outlet: Outlet | None = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._outlet = outlet
         self._own_process = own_process
         self.phase = "created"
         self.report = StartupReport()
@@ -87,7 +92,7 @@ class AsyncEngine:
         self._next_handle = 1
         self._loop_watch: LoopWatch | None = None
         self._image_bytes = 0
-        self._streams: dict[str, tuple[RequestStream, list[int]]] = {}
+        self._streams: dict[str, tuple[RequestStream | None, list[int]]] = {}  # no stream: its outputs leave by rows
         self._encoding: dict[str, bool] = {}  # requests on their way to `submit` -> whether aborted meanwhile
 
     # ---- life
@@ -109,7 +114,11 @@ class AsyncEngine:
         timeline = Timeline()
         core = Core(parts.scheduler, runner, self.config.scheduler, parts.metrics, timeline, parts.grammars.make_masks)
         self._parts, self._core, self.report = parts, core, parts.report
-        self._output = OutputTask(core.outputs, core.abort, parts.metrics, timeline, parts.spans)
+        if self._outlet is None:
+            self._output = OutputTask(core.outputs, core.abort, parts.metrics, timeline, parts.spans)
+            give_out = self._output.run
+        else:
+            give_out = partial(self._outlet.run, core.outputs)
         self._intake = Intake(self.config, parts.model, parts.text.tokenizer, parts.scheduler.cache)
         parts.metrics.bind(self.stats)
         parts.metrics.bind_times(timeline.clock.totals, lambda: timeline.device.idle_s(time.perf_counter()))
@@ -119,7 +128,7 @@ class AsyncEngine:
         self._runner = runner
         self._tasks = [
             asyncio.create_task(self._supervise(core.run), name="aengine-core"),
-            asyncio.create_task(self._supervise(self._output.run), name="aengine-output"),
+            asyncio.create_task(self._supervise(give_out), name="aengine-output"),
             asyncio.create_task(self._supervise(self._watch), name="aengine-watch"),
         ]
         if self._own_process:
@@ -212,8 +221,7 @@ class AsyncEngine:
             log.exception("the engine died")
             self._death = f"{type(error).__name__}: {error}"
             self.phase = "dead"
-            assert self._output is not None
-            self._output.fail_all(f"the engine died: {self._death}")
+            self._taker().fail_all(f"the engine died: {self._death}")
             self._streams.clear()
 
     async def close(self, *, drain_s: float = 0.0) -> None:
@@ -235,7 +243,8 @@ class AsyncEngine:
         if self._timeline is not None:
             self._timeline.close()
         for stream, _ in list(self._streams.values()):
-            stream.fail(NotReady("the engine was shut down before the request ended"))
+            if stream is not None:
+                stream.fail(NotReady("the engine was shut down before the request ended"))
         self._streams.clear()
         if (spans := self._loaded().spans) is not None:
             await asyncio.to_thread(spans.close)
@@ -245,10 +254,9 @@ class AsyncEngine:
         self.phase = "closed"
 
     async def _drain(self, drain_s: float) -> None:
-        assert self._output is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
-                await self._output.all_done()
+                await self._taker().all_done()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -276,7 +284,69 @@ class AsyncEngine:
         Raises InvalidRequest (also for a request id in use), ContextLengthExceeded, RequestTooLarge, QueueFull,
         NotReady or EngineDead.
         """
-        core, output, intake = self._ready()
+        output = self._output
+        if output is None:
+            raise RuntimeError("the outputs of this engine go to an outlet: use submit_rows")
+        requests, matchers, image_bytes = self._admit(
+            prompt_ids, sampling, request_id, priority, cache_salt, adapter, images
+        )
+        handles = [request.handle for request in requests]
+        stream = RequestStream(
+            request_id, requests[0].prompt_ids.tolist(), len(requests), lambda: self._abort(request_id)
+        )
+        if sampling.prompt_logprobs is not None:
+            stream.prompt_logprobs = [None]
+        self._streams[request_id] = (stream, handles)
+        text = self.text
+        for index, request in enumerate(requests):
+            detokenizer = (
+                text.detokenizer(skip_special_tokens=sampling.skip_special_tokens) if sampling.detokenize else None
+            )
+            output.register(Choice(request.handle, index, stream, request.sampling, detokenizer))
+        stream.on_finished(lambda: self._forget(request_id, image_bytes))
+        self._queue(requests, matchers)
+        return stream
+
+    def submit_rows(
+        self,
+        prompt_ids: Sequence[int] | Int32s,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: str = "",
+        images: Sequence[MediaInput] = (),
+    ) -> tuple[tuple[int, ...], Callable[[], None]]:
+        """As `submit`, for an engine with an outlet: (the handles of the choices; what to call when all have finished).
+
+        Their outputs come to the outlet after this has returned."""
+        requests, matchers, image_bytes = self._admit(
+            prompt_ids, sampling, request_id, priority, cache_salt, adapter, images
+        )
+        handles = [request.handle for request in requests]
+        self._streams[request_id] = (None, handles)
+        self._queue(requests, matchers)
+        return tuple(handles), lambda: self._forget(request_id, image_bytes)
+
+    def abort_rows(self, handles: Iterable[int]) -> None:
+        """End choices of `submit_rows` early; those that have finished already do not mind."""
+        if self._core is not None:
+            for handle in handles:
+                self._core.abort(handle)
+
+    def _admit(
+        self,
+        prompt_ids: Sequence[int] | Int32s,
+        sampling: SamplingParams,
+        request_id: str,
+        priority: int,
+        cache_salt: str,
+        adapter: str,
+        images: Sequence[MediaInput],
+    ) -> tuple[list[Request], Sequence[Matcher | None], int]:
+        """All checks of a prompt -> (its requests, their matchers, bytes of its images)."""
+        _, intake = self._ready()
         if request_id in self._streams:
             raise InvalidRequest(f"request id {request_id[:100]!r} is in use", param="request_id")
         if adapter:
@@ -297,22 +367,12 @@ class AsyncEngine:
         self._check_image_room(image_bytes)
         self._image_bytes += image_bytes
         self._next_handle += len(requests)
-        handles = [request.handle for request in requests]
-        stream = RequestStream(
-            request_id, requests[0].prompt_ids.tolist(), len(requests), lambda: self._abort(request_id)
-        )
-        if sampling.prompt_logprobs is not None:
-            stream.prompt_logprobs = [None]
-        self._streams[request_id] = (stream, handles)
-        text = self.text
-        for index, request in enumerate(requests):
-            detokenizer = (
-                text.detokenizer(skip_special_tokens=sampling.skip_special_tokens) if sampling.detokenize else None
-            )
-            output.register(Choice(request.handle, index, stream, request.sampling, detokenizer))
-            core.submit(request, matchers[index])
-        stream.on_finished(lambda: self._forget(request_id, image_bytes))
-        return stream
+        return requests, matchers, image_bytes
+
+    def _queue(self, requests: Sequence[Request], matchers: Sequence[Matcher | None]) -> None:
+        assert self._core is not None
+        for request, matcher in zip(requests, matchers, strict=True):
+            self._core.submit(request, matcher)
 
     async def prepare(self, sampling: SamplingParams) -> None:
         """Compile the grammar of a request, in a thread, so that `submit` finds it; call it right before. Raises
@@ -340,15 +400,20 @@ class AsyncEngine:
             self._core.abort(handle)
         return True
 
-    def _ready(self) -> tuple[Core, OutputTask, Intake]:
+    def _taker(self) -> Outlet | OutputTask:
+        """Whoever takes the outputs."""
+        taker = self._outlet or self._output
+        assert taker is not None
+        return taker
+
+    def _ready(self) -> tuple[Core, Intake]:
         if self._death is not None:
             raise EngineDead(f"the engine died: {self._death}")
         if self.phase != "ready":
             raise NotReady(f"the engine is {self.phase}", retry_after_s=2)
         assert self._core is not None
-        assert self._output is not None
         assert self._intake is not None
-        return self._core, self._output, self._intake
+        return self._core, self._intake
 
     def _forget(self, request_id: str, image_bytes: int) -> None:
         self._image_bytes -= image_bytes
@@ -503,6 +568,10 @@ class AsyncEngine:
     def metrics(self) -> Metrics:
         return self._loaded().metrics
 
+    async def metrics_text(self) -> bytes:
+        """Prometheus text."""
+        return self.metrics.render()
+
     def _loaded(self) -> Parts:
         if self._parts is None:
             raise NotReady(f"the engine is {self.phase}", retry_after_s=2)
@@ -511,7 +580,6 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         parts = self._loaded()
         assert self._core is not None
-        assert self._output is not None
         dead = self._death is not None  # nothing runs any more, whatever the scheduler last said
         scheduler, cache = parts.scheduler.stats(), parts.scheduler.cache.stats()
         return EngineStats(
@@ -531,7 +599,7 @@ class AsyncEngine:
             prefix_queries=cache.query_tokens,
             prefix_hits=cache.hit_tokens,
             device_s=self._core.progress.device_s,
-            open_streams=self._output.open_choices,
+            open_streams=self._taker().open_choices,
             media_items=scheduler.media_items,
             media_computed=scheduler.media_computed,
         )

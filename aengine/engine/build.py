@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from aengine.config import EngineConfig, home, usable_home
 from aengine.engine.build_cpu import make_cpu
@@ -24,7 +23,7 @@ from aengine.engine.ledger import Ledger, Made, PhaseHook, ProgressHook, RunnerF
 from aengine.engine.page_groups import plan_pages
 from aengine.engine.sizing import free_bytes, in_flight_tokens
 from aengine.engine.spans import RequestSpans, load_spans
-from aengine.engine.text import TextProcessor
+from aengine.engine.text import TextProcessor, read_template
 from aengine.engine.vocabulary import read_vocabulary
 from aengine.errors import ConfigError
 from aengine.memory import Pool
@@ -109,7 +108,7 @@ def _tokenizer(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple
     """-> (tokenizer, chat template that takes the place of its own)."""
     with ledger.phase("tokenizer"):
         tokenizer = load_tokenizer(files)
-        template = _template(config.model.chat_template)
+        template = read_template(config.model.chat_template)
         if not tokenizer.has_chat_template and template is None:
             ledger.lines.append("the model has no chat template (a base model?): chat uses a plain fallback template")
     return tokenizer, template
@@ -134,15 +133,6 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     if device == "cuda":
         raise ConfigError("device is cuda, but torch finds no CUDA device", param="device")
     return make_cpu(config, files, ledger)
-
-
-def _template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template {path!r} cannot be read: {error}", param="chat_template") from error
 
 
 def _images(files: ModelFiles, vision: VisionConfig | None, ledger: Ledger) -> Images:

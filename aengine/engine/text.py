@@ -13,9 +13,10 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from aengine.errors import AengineError, ContextLengthExceeded, InvalidRequest
+from aengine.errors import AengineError, ConfigError, ContextLengthExceeded, InvalidRequest
 from aengine.models.detokenize import TextStream
 from aengine.models.response import ResponseStream
 from aengine.models.tokenizer import Tokenizer
@@ -30,6 +31,16 @@ CHARS_PER_TOKEN_MAX = 256  # the longest tokens of common vocabularies are runs 
 
 def _ignore() -> None:
     """Nobody counts."""
+
+
+def read_template(path: str | None) -> str | None:
+    """The file with a chat template. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {path!r} cannot be read: {error}", param="chat_template") from error
 
 
 class TextProcessor:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.quantised import Quantised
-from aengine.models.quants import CHUNK_ELEMENTS, GgmlType, halves, k_scales_and_minima, q3_k_scales
+from aengine.models.ggml_types import GgmlType
+from aengine.models.quants import CHUNK_ELEMENTS, halves, k_scales_and_minima, q3_k_scales
 from aengine.models.spread import spread
 
 _Fill = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aengine.errors import ModelLoadError
-from aengine.models.quants import GGML_TYPES, GgmlType
+from aengine.models.ggml_types import GGML_TYPES, GgmlType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

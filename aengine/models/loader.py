@@ -34,7 +34,7 @@ from aengine.models.packings import packings_of
 from aengine.models.placing import PlacedCheckpoint, place
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
-from aengine.models.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from aengine.models.tokenizer import load_tokenizer
 
 __all__ = [
     "ModelFiles",
@@ -131,13 +131,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The model's tokenizer and chat template. From GGUF it is built once and cached beside the file, or in home."""
-    if files.kind == "gguf":
-        return tokenizer_from_gguf(open_gguf(files.path), files.home)
-    return tokenizer_from_folder(files.path)
 
 
 def hold_open(files: ModelFiles) -> object:

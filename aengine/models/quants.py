@@ -1,7 +1,7 @@
 """Dequantisation of GGML block formats to fp32.
 
-Owns: the block layouts (elements and bytes per block) and their arithmetic.
-Does not know: files, tensor names, models.
+Owns: the blocks' arithmetic.
+Does not know: files, tensor names, models; `ggml_types` lists the formats.
 Invariants: exact: each result is the fp32 value of the format's own formula, bit for bit as ggml's reference computes
 it. Vectorised in torch over [blocks, bytes], a chunk at a time: temporary memory is a few MiB whatever the tensor.
 """
@@ -9,38 +9,26 @@ it. Vectorised in torch over [blocks, bytes], a chunk at a time: temporary memor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from aengine.models.ggml_types import GgmlType
 from aengine.models.spread import spread
 
 CHUNK_ELEMENTS = 1 << 18  # decoded at a time: 1 MiB of fp32 stays in the second-level cache
 
-Dequantise = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class GgmlType:
-    """A storage format: `block_elements` values in `block_bytes` bytes.
-
-    `decode`: uint8 [B, block_bytes] -> fp32 [B, block_elements].
-    """
-
-    name: str
-    block_elements: int
-    block_bytes: int
-    decode: Dequantise
+Dequantise = Callable[[Tensor], Tensor]  # uint8 [B, block_bytes] -> fp32 [B, block_elements]
 
 
 def dequantise(raw: Tensor, kind: GgmlType, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """raw uint8 [bytes] of whole blocks -> a new tensor of `shape`, rounded once to `dtype`."""
     blocks = raw.view(-1, kind.block_bytes)
     out = torch.empty((blocks.shape[0], kind.block_elements), dtype=dtype)
+    decode = _DECODERS[kind.name]
 
     def fill(part: slice) -> None:
-        out[part] = kind.decode(blocks[part])
+        out[part] = decode(blocks[part])
 
     spread(blocks.shape[0], max(1, CHUNK_ELEMENTS // kind.block_elements), fill)
     return out.view(shape)
@@ -164,18 +152,18 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return q.view(-1, 16, 16).float().sub_(32).mul_(scale.unsqueeze(-1)).flatten(1)
 
 
-GGML_TYPES: Mapping[int, GgmlType] = {
-    0: GgmlType("F32", 1, 4, _f32),
-    1: GgmlType("F16", 1, 2, _f16),
-    2: GgmlType("Q4_0", 32, 18, _q4_0),
-    3: GgmlType("Q4_1", 32, 20, _q4_1),
-    6: GgmlType("Q5_0", 32, 22, _q5_0),
-    7: GgmlType("Q5_1", 32, 24, _q5_1),
-    8: GgmlType("Q8_0", 32, 34, _q8_0),
-    10: GgmlType("Q2_K", 256, 84, _q2_k),
-    11: GgmlType("Q3_K", 256, 110, _q3_k),
-    12: GgmlType("Q4_K", 256, 144, _q4_k),
-    13: GgmlType("Q5_K", 256, 176, _q5_k),
-    14: GgmlType("Q6_K", 256, 210, _q6_k),
-    30: GgmlType("BF16", 1, 2, _bf16),
+_DECODERS: Mapping[str, Dequantise] = {
+    "F32": _f32,
+    "F16": _f16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "BF16": _bf16,
 }

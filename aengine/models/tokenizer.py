@@ -23,10 +23,11 @@ from aengine.errors import InvalidRequest, ModelLoadError
 from aengine.models.chat import FALLBACK_TEMPLATE, ChatRenderer, Message
 from aengine.models.config import eos_ids, read_json
 from aengine.models.detokenize import ByteStream, DecoderStream, TextStream, TokenBytes
-from aengine.models.gguf import GGUFFile
+from aengine.models.gguf import GGUFFile, open_gguf
 from aengine.models.gguf_config import gguf_eos_ids, special_id
 from aengine.models.gguf_tokenizer import build_tokenizer
 from aengine.models.response import ResponseTemplate, read_response_template
+from aengine.models.store import ModelFiles
 
 CACHE_SCHEMA = 1  # part of the cached file's name: raise it when building changes
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -133,6 +134,13 @@ class Tokenizer:
             names = ", ".join(sorted(self._templates))
             raise InvalidRequest(f"the model has several chat templates, name one of: {names}", param="chat_template")
         return self.chat_template if self.chat_template is not None else self._fallback
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The model's tokenizer and chat template. From GGUF it is built once and cached beside the file, or in home."""
+    if files.kind == "gguf":
+        return tokenizer_from_gguf(open_gguf(files.path), files.home)
+    return tokenizer_from_folder(files.path)
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:

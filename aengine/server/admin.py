@@ -56,7 +56,7 @@ async def health(request: web.Request) -> web.StreamResponse:
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
-    body = context.engine.metrics.render() + context.counters.render()
+    body = await context.engine.metrics_text() + context.counters.render()
     return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
 

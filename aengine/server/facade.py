@@ -47,10 +47,6 @@ class HealthView(Protocol):
     def reason(self) -> str | None: ...
 
 
-class MetricsView(Protocol):
-    def render(self) -> bytes: ...  # Prometheus text
-
-
 class Text(Protocol):
     """Tokenizer and chat template. Coroutines work in threads; rendering raises InvalidRequest(param="messages")."""
 
@@ -113,14 +109,13 @@ class Stream(Protocol):
 
 
 class Engine(Protocol):
-    """The façade. `submit` raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady or EngineDead."""
+    """The façade. `submit` raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady or EngineDead; so does the
+    stream, before its first delta, where the engine is in another process."""
 
     @property
     def phase(self) -> str: ...  # "loading model" ..., "ready", "draining", "closed", "dead"
     @property
     def model(self) -> ModelFacts: ...
-    @property
-    def metrics(self) -> MetricsView: ...
     @property
     def text(self) -> Text: ...
 
@@ -143,6 +138,7 @@ class Engine(Protocol):
     def health(self) -> HealthView: ...
     async def reset_prefix_cache(self) -> None: ...
     async def trace(self, seconds: float) -> bytes: ...  # Chrome's trace event JSON of the last seconds
+    async def metrics_text(self) -> bytes: ...  # Prometheus text
 
 
 JsonObject = Mapping[str, Any]

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,12 +35,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 async def run_server(
-    engine: Engine, config: ServerConfig, *, on_listening: Callable[[str], None] | None = None
+    engine: Engine,
+    config: ServerConfig,
+    *,
+    on_listening: Callable[[str], None] | None = None,
+    sockets: Sequence[socket.socket] = (),
+    stopping: asyncio.Event | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains. `on_listening` gets the base URL before the engine loads.
 
     The first signal refuses new requests with 503 and lets running ones end for `shutdown_timeout_s`; a second signal
-    ends the process at once. SIGUSR1 writes a trace of the last seconds to a file.
+    ends the process at once. SIGUSR1 writes a trace of the last seconds to a file. `sockets`: bound already, in place of
+    host and port. Setting `stopping` acts as the first signal.
 
     Raises ConfigError when the address cannot be had, and what `engine.start` raised.
     """
@@ -49,11 +56,11 @@ async def run_server(
     runner = GatedRunner(app, gate, idle_s=config.idle_timeout_s, shutdown_timeout=LAST_WRITES_S)
     await runner.setup()
     sweep = asyncio.create_task(gate.sweep(), name="server.sweep")
-    stopping = asyncio.Event()
+    stopping = stopping or asyncio.Event()
     drain_s = 0.0
     try:
-        url = await _listen(runner, config)
-        with _signals(stopping), _traces_on_signal(engine):
+        url = await _listen(runner, config, sockets)
+        with stop_signals(stopping), _traces_on_signal(engine):
             try:
                 if on_listening is not None:
                     on_listening(url)
@@ -67,14 +74,18 @@ async def run_server(
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
-    site = web.TCPSite(runner, config.host, config.port, backlog=BACKLOG)
+async def _listen(runner: web.AppRunner, config: ServerConfig, sockets: Sequence[socket.socket]) -> str:
+    sites: list[web.BaseSite] = [web.SockSite(runner, bound, backlog=BACKLOG) for bound in sockets]
     try:
-        await site.start()
+        for site in sites or [web.TCPSite(runner, config.host, config.port, backlog=BACKLOG)]:
+            await site.start()
     except OSError as error:
         where = f"{config.host}:{config.port}"
         raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", param="port") from error
-    host, port = runner.addresses[0][:2]
+    return url_of(*runner.addresses[0][:2])
+
+
+def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -112,7 +123,7 @@ async def _shut_down(engine: Engine, context: ServerContext, runner: web.AppRunn
 
 
 @contextmanager
-def _signals(stopping: asyncio.Event) -> Iterator[None]:
+def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
     """First signal: stop. Second: leave at once, whatever threads are doing."""
     loop = asyncio.get_running_loop()
 

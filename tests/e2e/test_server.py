@@ -28,8 +28,21 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0, timeout=120) as made:
+def split_server() -> Iterator[Server]:
+    with serve("--max-num-seqs", "64", "--max-model-len", str(CONTEXT), "--frontends", "2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=["server", "split_server"])
+def either(request: pytest.FixtureRequest) -> Server:
+    """One process, then two front-ends beside the engine: the same answers."""
+    found: Server = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def client(either: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=either.url + "/v1", api_key="any", max_retries=0, timeout=120) as made:
         yield made
 
 
@@ -112,9 +125,9 @@ def test_completions_with_choices_seed_and_echo(client: openai.OpenAI) -> None:
     assert all(text.startswith("The sea") for text in first)
 
 
-def test_curl_streams_line_by_line(server: Server) -> None:
+def test_curl_streams_line_by_line(either: Server) -> None:
     body = json.dumps({"model": "smollm2-135m", "messages": MESSAGES, "max_tokens": 6, "stream": True, **GREEDY})
-    command = ["curl", "-sN", "-i", server.url + "/v1/chat/completions", "-H", "Content-Type: application/json"]
+    command = ["curl", "-sN", "-i", either.url + "/v1/chat/completions", "-H", "Content-Type: application/json"]
     out = subprocess.run([*command, "-d", body], capture_output=True, text=True, timeout=60, check=True).stdout
     head, _, events = out.partition("\n\n") if "\r\n" not in out else out.partition("\r\n\r\n")
     assert "200 OK" in head
@@ -190,14 +203,14 @@ BAD: list[tuple[bytes, int]] = [
 ]
 
 
-async def test_errors_are_small_and_typed_while_a_stream_goes_on(server: Server) -> None:
+async def test_errors_are_small_and_typed_while_a_stream_goes_on(either: Server) -> None:
     async with aiohttp.ClientSession() as session:
-        alone = await stream_ids(session, server.url, "Errors do not disturb", 48)
-        beside = asyncio.create_task(stream_ids(session, server.url, "Errors do not disturb", 48))
+        alone = await stream_ids(session, either.url, "Errors do not disturb", 48)
+        beside = asyncio.create_task(stream_ids(session, either.url, "Errors do not disturb", 48))
         await asyncio.sleep(0.05)
         for body, status in BAD:
             headers = {"Content-Type": "application/json"}
-            async with session.post(server.url + "/v1/chat/completions", data=body, headers=headers) as response:
+            async with session.post(either.url + "/v1/chat/completions", data=body, headers=headers) as response:
                 text = await response.text()
                 assert response.status == status, (body[:60], text[:200])
                 assert len(text) < 2000
@@ -217,11 +230,11 @@ async def test_a_prompt_one_token_too_long_is_refused_with_both_numbers(server: 
         assert str(CONTEXT) in answer["error"]["message"]
 
 
-def test_the_second_turn_of_a_chat_hits_the_first(server: Server) -> None:
+def test_the_second_turn_of_a_chat_hits_the_first(either: Server) -> None:
     messages = [{"role": "user", "content": "Tell me about the moon. " * 8}]
-    first: Any = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 40, **GREEDY})
+    first: Any = either.post("/v1/chat/completions", {"messages": messages, "max_tokens": 40, **GREEDY})
     messages += [first["choices"][0]["message"], {"role": "user", "content": "And the sun?"}]
-    second: Any = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, **GREEDY})
+    second: Any = either.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, **GREEDY})
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= first["usage"]["prompt_tokens"] // 16 * 16
     assert cached > 0

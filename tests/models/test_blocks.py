@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from aengine.models.blocks import quantised
-from aengine.models.quants import GGML_TYPES, dequantise
+from aengine.models.ggml_types import GGML_TYPES
+from aengine.models.quants import dequantise
 
 HALVES = {  # where the fp16 scales of a block stand
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),

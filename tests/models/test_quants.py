@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aengine.models.quants import GGML_TYPES, dequantise
+from aengine.models.ggml_types import GGML_TYPES
+from aengine.models.quants import dequantise
 
 CODES = sorted(GGML_TYPES)
 QUANTISABLE = (2, 3, 6, 7, 8, 30)  # the package has no quantiser for the K formats

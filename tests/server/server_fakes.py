@@ -242,3 +242,6 @@ class FakeEngine:
 
     async def reset_prefix_cache(self):
         self.resets += 1
+
+    async def metrics_text(self):
+        return self.metrics.render()

@@ -1,0 +1,46 @@
+"""A front-end process.
+
+Owns: its entry point: the pipe and the sockets it was given, its server.
+Does not know: command lines of users; its configuration comes through the pipe.
+Invariants: it ends when the engine process says so or is gone, and never outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+
+from aengine.errors import AengineError
+from aengine.frontends.remote import RemoteEngine
+from aengine.frontends.wire import Pipe, ToFrontend, Welcome
+from aengine.server import run_server
+from aengine.server.process import configure_logging, run_on_fast_loop
+
+
+async def serve(pipe_fd: int, listening: list[int]) -> None:
+    pipe = await Pipe.over(socket.socket(fileno=pipe_fd), ToFrontend)
+    welcome = await pipe.receive()
+    if welcome is None:
+        return
+    assert isinstance(welcome, Welcome)
+    config = welcome.config
+    configure_logging(config.server.log_level)
+    stopping = asyncio.Event()
+    engine = RemoteEngine(config.engine, pipe, stopping)
+    engine.listen()
+    if welcome.restarted:  # until it can serve, connections wait in the sockets' queues
+        await engine.start()
+    sockets = [socket.socket(fileno=fd) for fd in listening]
+    await run_server(engine, config.server, sockets=sockets, stopping=stopping)
+
+
+def main() -> None:
+    pipe_fd, *listening = map(int, sys.argv[1:])
+    try:
+        run_on_fast_loop(serve(pipe_fd, listening))
+    except AengineError as error:
+        sys.exit(f"front-end: {error.message}")
+
+
+main()

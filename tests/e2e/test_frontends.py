@@ -1,0 +1,102 @@
+"""`aengine serve --frontends 2` as processes: what they cost, a kill in mid-stream, a drain, one set of counters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.e2e.serving import Server, serve
+
+SIM = ("--device", "sim", "--max-model-len", "512", "--max-num-seqs", "64", "--frontends", "2")
+STEP = ("--sim-step-s", "0.01")
+STREAMS = 16
+BODY = {"temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve(*SIM, *STEP) as running:
+        yield running
+
+
+def children(server: Server) -> list[int]:
+    pid = server.process.pid
+    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+async def stream(url: str, i: int, tokens: int) -> list[int] | None:
+    """Token ids over a connection of its own; None: it broke."""
+    ids: list[int] = []
+    body = {**BODY, "prompt": [100 + i, 7, i], "max_tokens": tokens}
+    try:
+        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        ids += choice["token_ids"]
+    except aiohttp.ClientError:
+        return None
+    return ids
+
+
+def test_front_ends_hold_no_torch_and_little_memory(server: Server) -> None:
+    assert len(children(server)) == 2
+    for pid in children(server):
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        assert found
+        assert int(found[1]) < 130_000
+    assert any("2 front-end processes" in line for line in server.output)
+
+
+async def test_a_killed_front_end_costs_its_own_streams_and_is_restarted(server: Server) -> None:
+    whole = await asyncio.gather(*(stream(server.url, i, 80) for i in range(STREAMS)))
+    before = await asyncio.to_thread(server.metric, "vllm:generation_tokens_total")
+    running = [asyncio.create_task(stream(server.url, i, 80)) for i in range(STREAMS)]
+    await asyncio.sleep(0.4)
+    victim = children(server)[0]
+    began = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    ended = await asyncio.gather(*running)
+    broken = [ids for ids in ended if ids is None]
+    assert 0 < len(broken) < STREAMS
+    assert all(ids == whole[i] for i, ids in enumerate(ended) if ids is not None)
+    again = await asyncio.gather(*(stream(server.url, i, 5) for i in range(STREAMS)))
+    assert again == [ids[:5] for ids in whole if ids]  # nobody is refused while it is restarted
+    print(f"all were served {time.monotonic() - began:.1f} s after the kill")
+    assert victim not in children(server)
+    assert len(children(server)) == 2
+    await asyncio.to_thread(server.wait_idle, 5)
+    metrics = await asyncio.to_thread(server.get, "/metrics")
+    assert re.search(r"^aengine:frontends_lost_total\S* 1\.0$", metrics, re.M)
+    assert re.search(rf'^vllm:request_success_total{{finished_reason="abort"\S* {len(broken)}\.0$', metrics, re.M)
+    assert await asyncio.to_thread(server.metric, "vllm:generation_tokens_total") >= before + 5 * STREAMS
+    lines = [line for line in server.output if f"{len(broken)} sequences aborted" in line]
+    assert len(lines) == 1
+    assert "SIGKILL" in lines[0]
+
+
+def test_any_front_end_tells_the_counters_of_all(server: Server) -> None:
+    seen = {server.metric("vllm:generation_tokens_total") for _ in range(8)}  # a connection each
+    assert len(seen) == 1
+
+
+async def test_sigterm_drains_all_front_ends() -> None:
+    with serve(*SIM, "--sim-step-s", "0.005") as running:
+        streams = [asyncio.create_task(stream(running.url, i, 120)) for i in range(STREAMS)]
+        await asyncio.sleep(0.3)
+        pids = children(running)
+        running.process.send_signal(signal.SIGTERM)
+        assert [len(ids or ()) for ids in await asyncio.gather(*streams)] == [120] * STREAMS
+        assert await asyncio.to_thread(running.process.wait, 10) == 0
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
