@@ -242,6 +242,8 @@ class Hub:
         match ask.what:
             case "metrics":
                 return Answer(ask.number, await self.metrics_text())
+            case "trace":
+                return Answer(ask.number, await self.engine.trace(ask.seconds))
             case "reset_prefix_cache":
                 await self.engine.reset_prefix_cache()
             case "prepare":

@@ -24,7 +24,7 @@ from aengine.engine.async_engine import AsyncEngine
 from aengine.errors import ConfigError, ModelLoadError
 from aengine.frontends.hub import Hub
 from aengine.frontends.wire import Pipe, ToEngine, Welcome
-from aengine.server.run import BACKLOG, LAST_WRITES_S, stop_signals, url_of
+from aengine.server.run import BACKLOG, LAST_WRITES_S, stop_signals, traces_on_signal, url_of
 
 log = logging.getLogger("aengine.frontends")
 
@@ -58,7 +58,7 @@ class Parent:
     async def run(self, on_listening: Callable[[str], None], on_ready: Callable[[], None]) -> None:
         """Serves until SIGINT or SIGTERM, then drains; a second signal ends at once. Raises ConfigError when the
         address cannot be had, and what `engine.start` raised."""
-        with ExitStack() as closing, stop_signals(self._stopping):
+        with ExitStack() as closing, stop_signals(self._stopping), traces_on_signal(self._engine):
             sockets = [listening_sockets(self._config.server, closing)]
             port = sockets[0][0].getsockname()[1]
             sockets += [listening_sockets(self._config.server, closing, port) for _ in range(1, self._count)]

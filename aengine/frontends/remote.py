@@ -44,6 +44,7 @@ from aengine.frontends.wire import (
 from aengine.metrics import Metrics
 from aengine.models.store import ModelFiles, present
 from aengine.models.tokenizer import Tokenizer, load_tokenizer
+from aengine.timeline import Timeline
 from aengine.types import Grammar, Int32s, MediaInput, SamplingParams, StepOutputs
 
 log = logging.getLogger("aengine.frontends")
@@ -77,7 +78,7 @@ class RemoteEngine:
         self._changed = asyncio.Event()
         self._metrics = Metrics()
         self._queue: asyncio.Queue[StepOutputs] = asyncio.Queue(BACKLOG)
-        self._output = OutputTask(self._queue, lambda handle: self._send(Abort((handle,))), self._metrics)
+        self._output = OutputTask(self._queue, self._abort_one, self._metrics, Timeline())
         self._next = 1
         self._requests: dict[int, Pending] = {}
         self._numbers: dict[str, int] = {}  # by request id
@@ -165,6 +166,9 @@ class RemoteEngine:
             if not future.done():
                 future.set_exception(error)
         self._asked.clear()
+
+    def _abort_one(self, handle: int) -> None:
+        self._send(Abort((handle,)))
 
     def _send(self, message: ToEngine) -> None:
         self._pipe.send(message)
@@ -302,13 +306,15 @@ class RemoteEngine:
             self._send(Abort(pending.handles))
         return True
 
-    async def _ask(self, what: str, *, grammar: Grammar | None = None, sources: tuple[str, ...] = ()) -> Answer:
+    async def _ask(
+        self, what: str, *, grammar: Grammar | None = None, sources: tuple[str, ...] = (), seconds: float = 0.0
+    ) -> Answer:
         if self._ended in ("closed", "dead"):
             raise EngineDead("the engine process is gone")
         number = self._number()
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._send(Ask(number, what, grammar, sources))
+        self._send(Ask(number, what, grammar, sources, seconds))
         try:
             return await future
         finally:
@@ -325,6 +331,10 @@ class RemoteEngine:
     async def reset_prefix_cache(self) -> None:
         self._check_ready()
         await self._ask("reset_prefix_cache")
+
+    async def trace(self, seconds: float) -> bytes:
+        """Of the engine process."""
+        return (await self._ask("trace", seconds=seconds)).body
 
     async def metrics_text(self) -> bytes:
         return (await self._ask("metrics")).body

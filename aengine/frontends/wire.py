@@ -76,12 +76,14 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """`what`: "metrics", "reset_prefix_cache", "prepare" (with `grammar`) or "images" (with `sources`)."""
+    """`what`: "metrics", "trace" (with `seconds`), "reset_prefix_cache", "prepare" (with `grammar`) or "images" (with
+    `sources`)."""
 
     number: int
     what: str
     grammar: Grammar | None = None
     sources: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 class Counted(msgspec.Struct, frozen=True, tag=True):

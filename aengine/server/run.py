@@ -24,7 +24,7 @@ from aengine.server.app import create_app
 from aengine.server.connections import Gate, GatedRunner, room_for_connections
 from aengine.server.context import CONTEXT, ServerContext
 from aengine.server.facade import Engine
-from aengine.server.trace import write_trace
+from aengine.server.trace import Traced, write_trace
 from aengine.types import Grammar, SamplingParams
 
 log = logging.getLogger("aengine.server")
@@ -45,8 +45,8 @@ async def run_server(
     """Serves until SIGINT or SIGTERM, then drains. `on_listening` gets the base URL before the engine loads.
 
     The first signal refuses new requests with 503 and lets running ones end for `shutdown_timeout_s`; a second signal
-    ends the process at once. SIGUSR1 writes a trace of the last seconds to a file. `sockets`: bound already, in place of
-    host and port. Setting `stopping` acts as the first signal.
+    ends the process at once. SIGUSR1 writes a trace of the last seconds to a file. `sockets`: bound already, in place
+    of host and port. Setting `stopping` acts as the first signal.
 
     Raises ConfigError when the address cannot be had, and what `engine.start` raised.
     """
@@ -60,7 +60,7 @@ async def run_server(
     drain_s = 0.0
     try:
         url = await _listen(runner, config, sockets)
-        with stop_signals(stopping), _traces_on_signal(engine):
+        with stop_signals(stopping), traces_on_signal(engine):
             try:
                 if on_listening is not None:
                     on_listening(url)
@@ -144,7 +144,7 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
 
 
 @contextmanager
-def _traces_on_signal(engine: Engine) -> Iterator[None]:
+def traces_on_signal(engine: Traced) -> Iterator[None]:
     """SIGUSR1 writes a trace; another one while that goes on waits its turn."""
     loop = asyncio.get_running_loop()
     writing: set[asyncio.Task[Path | None]] = set()

@@ -14,17 +14,21 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Protocol
 
 from aiohttp import web
 
 from aengine.errors import AengineError, InvalidRequest
 from aengine.server.context import CONTEXT
 from aengine.server.envelope import shorten
-from aengine.server.facade import Engine
 
 log = logging.getLogger("aengine.server")
 
 MOST_S = 30.0
+
+
+class Traced(Protocol):
+    async def trace(self, seconds: float) -> bytes: ...
 
 
 async def trace(request: web.Request) -> web.StreamResponse:
@@ -45,7 +49,7 @@ def _seconds(text: str | None) -> float:
     return seconds
 
 
-async def write_trace(engine: Engine, folder: Path | None = None) -> Path | None:
+async def write_trace(engine: Traced, folder: Path | None = None) -> Path | None:
     """The last 30 s as a file in `folder` (default: that of temporary files); the log says where, or why not."""
     try:
         body = await engine.trace(MOST_S)
