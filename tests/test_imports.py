@@ -28,7 +28,7 @@ ROOMS = {
     "runner": BASE | {"kernels", "models", "memory"},
     "engine": BASE | {"metrics", "timeline", "memory", "prefix_cache", "scheduler", "models", "runner", "kernels"},
     "server": BASE,
-    "frontends": BASE | {"metrics", "models", "engine", "server"},
+    "frontends": BASE | {"metrics", "timeline", "models", "engine", "server"},
     "client": BASE,
     "cli": BASE | {"server", "frontends", "__init__"},
     "__init__": BASE | {"engine", "client"},
