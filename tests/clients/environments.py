@@ -48,7 +48,9 @@ class Environment:
             return [" ".join(_output(client.name, "--version").split()[:2])]
         if client.kind == "npm":
             files = [self.folder / "node_modules" / name / "package.json" for name in shown]
-            return [f"{name} {json.loads(file.read_text())['version']}" for name, file in zip(shown, files, strict=True)]
+            return [
+                f"{name} {json.loads(file.read_text())['version']}" for name, file in zip(shown, files, strict=True)
+            ]
         code = "import sys, importlib.metadata as m; print('\\n'.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
         return _output(str(self.folder / "bin" / "python"), "-c", code, *shown).splitlines()
 

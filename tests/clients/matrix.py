@@ -69,7 +69,7 @@ def attempt(client: Client, folder: Path | None) -> Result:
             server.wait_idle(20)  # no client may leave a request behind
     passed = re.findall(r"^ok (\S+)$", text, re.M)
     failures = re.findall(r"^failed (.+)$", text, re.M)
-    if ended != 0 and not failures or not passed and not failures:
+    if (ended != 0 and not failures) or (not passed and not failures):
         failures = [f"ended with {ended}: {text.strip().splitlines()[-1][:300] if text.strip() else 'no output'}"]
     verdict = "failed" if failures else "passed"
     return Result(verdict, passed, failures, environment.versions(client), time.monotonic() - began, **stamp)

@@ -18,8 +18,8 @@ TABLE = Path(__file__).parents[2] / "docs" / "clients.md"
 HEAD = """# Real clients against aengine
 
 Written by `tests/clients/run`, which installs each client into an environment of its own, starts
-`aengine serve smollm2-135m` on the CPU for it, and runs the script of its name in `tests/clients/`. A check is a function
-of that script with assertions about what came back (texts, counts, types, streamed against whole), not only a status;
+`aengine serve smollm2-135m` on the CPU for it, and runs its script in `tests/clients/`. A check is a function of that
+script with assertions about what came back (texts, counts, types, streamed against whole), not only a status;
 behind each script the server must be idle again, with no page in use.
 
 | client | versions | result | checks | date | commit |

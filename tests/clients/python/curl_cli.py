@@ -30,18 +30,18 @@ def golden_stream():
     text = re.sub(r'"prompt_tokens":\d+', '"prompt_tokens":0', text)
     text = re.sub(r'"total_tokens":\d+', '"total_tokens":0', text)
     text = re.sub(r'"cached_tokens":\d+', '"cached_tokens":0', text)
-    start = (
-        'data: {"id":"I","object":"chat.completion.chunk","created":0,"model":"%s","system_fingerprint":"F",' % MODEL
-    )
+    start = f'data: {{"id":"I","object":"chat.completion.chunk","created":0,"model":"{MODEL}","system_fingerprint":"F",'
     choice = start + '"choices":[{"index":0,"delta":'
     frames = text.split("\n\n")
     content = choice + '{"content":"C"},"logprobs":null,"finish_reason":null}],"usage":null}'
-    assert frames[0] == choice + '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}'
+    assert (
+        frames[0] == choice + '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}'
+    )
     assert 1 <= len(frames) - 5 <= 4, frames
     assert frames[1:-4] == [content] * (len(frames) - 5), frames
-    assert (
-        frames[-4] == choice + '{},"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":null}'
-    ), frames
+    assert frames[-4] == choice + '{},"logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":null}', (
+        frames
+    )
     assert frames[-3] == (
         start + '"choices":[],"usage":{"prompt_tokens":0,"completion_tokens":4,"total_tokens":0,'
         '"prompt_tokens_details":{"cached_tokens":0}}}'

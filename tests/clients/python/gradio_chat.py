@@ -37,6 +37,7 @@ async def two_questions_in_the_page():
                         break
                     await page.js("new Promise(done => setTimeout(done, 250))")
                 assert finished() == i
+                await page.js("new Promise(done => setTimeout(done, 2000))")  # the page takes a question again
             shown = await page.js("document.body.innerText")
     app.close()
     assert "Say hello." in shown

@@ -44,7 +44,9 @@ def invoke_and_stream_agree():
 @check
 def structured_output():
     for method in ("json_schema", "function_calling"):
-        answer = chat(max_tokens=200).with_structured_output(Answer, method=method, strict=True).invoke("How warm is Rome?")
+        answer = (
+            chat(max_tokens=200).with_structured_output(Answer, method=method, strict=True).invoke("How warm is Rome?")
+        )
         assert isinstance(answer, Answer), (method, answer)
 
 

@@ -11,7 +11,12 @@ from pathlib import Path
 from common import BASE, MODEL, check, run_checks
 
 HERE = Path(tempfile.mkdtemp(prefix="lm-eval-"))
-FACTS = [("France", "Paris", "Moon"), ("Italy", "Rome", "Potato"), ("Japan", "Tokyo", "Green"), ("Spain", "Madrid", "Up")]
+FACTS = [
+    ("France", "Paris", "Moon"),
+    ("Italy", "Rome", "Potato"),
+    ("Japan", "Tokyo", "Green"),
+    ("Spain", "Madrid", "Up"),
+]
 (HERE / "facts.jsonl").write_text(
     "".join(json.dumps({"country": c, "right": r, "wrong": w}) + "\n" for c, r, w in FACTS)
 )
@@ -25,7 +30,7 @@ doc_to_text: "The capital of {{{{country}}}} is"
 (HERE / "choice.yaml").write_text(
     f"""task: facts_choice
 {COMMON}output_type: multiple_choice
-doc_to_choice: ["{{{{right}}}}", "{{{{wrong}}}}"]
+doc_to_choice: "{{{{[right, wrong]}}}}"
 doc_to_target: 0
 metric_list:
   - metric: acc

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from enum import Enum
+from enum import StrEnum
 
 import openai
 from common import BASE, FRUIT, MODEL, TOOL, WEATHER, check, run_checks, valid_weather
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 client = openai.OpenAI(base_url=BASE, api_key="any", max_retries=0, timeout=120)
 
 
-class Unit(str, Enum):
+class Unit(StrEnum):
     celsius = "celsius"
     fahrenheit = "fahrenheit"
 
