@@ -67,7 +67,7 @@ CLIENTS = (
     _pip("litellm", "litellm", "litellm_completion", "litellm", shown=("litellm", "openai")),
     _pip("llm", "llm (command)", "llm_cli", "llm", shown=("llm", "openai")),
     _pip("lm-eval", "lm-eval", "lm_eval_run", "lm-eval[api]", shown=("lm_eval",)),
-    _pip("vllm-bench", "vllm bench serve", "vllm_bench", "vllm", shown=("vllm",)),
+    _pip("vllm-bench", "vllm bench serve", "vllm_bench", "vllm[bench]", shown=("vllm",)),
     _pip(
         "gradio",
         "gradio load_chat in Chromium",

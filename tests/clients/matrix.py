@@ -40,15 +40,17 @@ def main() -> int:
         return 0
     used = dict(entry.split("=", 1) for entry in options.use)
     chosen = [client for client in CLIENTS if options.only is None or client.name in options.only]
-    results = load()
+    failed = 0
     for client in chosen:
-        results[client.name] = result = attempt(client, Path(used[client.name]) if client.name in used else None)
+        result = attempt(client, Path(used[client.name]) if client.name in used else None)
+        results = load() | {client.name: result}  # another run may have written meanwhile
         save(results)
+        failed += result.verdict == "failed"
         print(f"{client.name:<16}{result.verdict}  {result.seconds:.0f} s", flush=True)
         for line in result.failures:
             print("    " + line, flush=True)
-    print("table:", write_table(results).relative_to(ROOT))
-    return int(any(results[client.name].verdict == "failed" for client in chosen))
+    print("table:", write_table(load()).relative_to(ROOT))
+    return int(failed > 0)
 
 
 def attempt(client: Client, folder: Path | None) -> Result:

@@ -71,7 +71,7 @@ def evaluate(model, endpoint, task, *more, extra=""):
     command += ["--include_path", str(HERE), "--model_args", arguments, "--output_path", str(out), "--limit", "4"]
     command += ["--log_samples", *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr[-1500:]
+    assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
     results = json.loads(next(out.rglob("results_*.json")).read_text())["results"][task]
     samples = [json.loads(line) for line in next(out.rglob("samples_*.jsonl")).read_text().splitlines()]
     assert len(samples) == 4

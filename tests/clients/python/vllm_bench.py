@@ -23,7 +23,7 @@ def bench(backend, endpoint):
     command += ["--max-concurrency", "4", "--ignore-eos", "--skip-chat-template", "--custom-output-len", "16"]
     command += ["--save-result", "--result-dir", str(HERE), "--result-filename", f"{backend}.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-1500:]
+    assert done.returncode == 0, (done.stdout + done.stderr).strip().splitlines()[-1]
     result = json.loads((HERE / f"{backend}.json").read_text())
     assert (result["completed"], result["failed"]) == (8, 0), result
     assert result["total_output_tokens"] == 8 * 16, result
