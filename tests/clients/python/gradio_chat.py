@@ -31,12 +31,13 @@ async def two_questions_in_the_page():
             for i, question in enumerate(("Say hello.", "And goodbye."), start=1):
                 await page.type("textarea", question)
                 await page.key("Enter")
-                await page.until(f"document.querySelectorAll('.bot.message').length >= {i} && ({LAST}).length > 2", 90)
+                if i == 1:  # the model may say nothing to the second
+                    await page.until(f"({LAST}).length > 2", 90)
                 for _ in range(400):
                     if finished() >= i:
                         break
                     await page.js("new Promise(done => setTimeout(done, 250))")
-                assert finished() == i
+                assert finished() == i, (i, finished(), await page.js("document.body.innerText"))
                 await page.js("new Promise(done => setTimeout(done, 2000))")  # the page takes a question again
             shown = await page.js("document.body.innerText")
     app.close()
