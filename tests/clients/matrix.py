@@ -19,6 +19,10 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from aengine.config import home
+from aengine.models.gguf import open_gguf
+from aengine.models.gguf_tokenizer import build_tokenizer
+from aengine.models.store import resolve
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.environments import Environment, NotInstalled, cache, prepare
 from tests.clients.table import Result, load, save, write_table
@@ -84,6 +88,7 @@ def run_script(client: Client, environment: Environment, urls: list[str]) -> tup
         "AENGINE_URLS": ",".join(urls),
         "AENGINE_MODEL": MODEL,
         "AENGINE_ROOT": str(ROOT),
+        "AENGINE_TOKENIZER": str(tokenizer_folder()),
         "HF_HUB_OFFLINE": "1",
         "GRADIO_ANALYTICS_ENABLED": "False",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -108,6 +113,16 @@ def run_script(client: Client, environment: Environment, urls: list[str]) -> tup
         text += f"\nfailed script: not ended after {LIMIT_S} s\n"
     (cache() / f"{client.name}.log").write_text(text)
     return process.returncode, text
+
+
+def tokenizer_folder() -> Path:
+    """The model's tokenizer as Hugging Face's libraries read it, for clients that count tokens themselves."""
+    folder = cache() / f"tokenizer-{MODEL}"
+    folder.mkdir(exist_ok=True)
+    made = build_tokenizer(open_gguf(resolve(MODEL, home=home(), progress=None).path))
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
 
 
 def commit() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,16 @@ HERE = Path(tempfile.mkdtemp(prefix="vllm-bench-"))
 
 def bench(backend, endpoint):
     command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--backend", backend]
-    command += ["--base-url", URL, "--endpoint", endpoint, "--model", MODEL, "--skip-tokenizer-init"]
+    command += [
+        "--base-url",
+        URL,
+        "--endpoint",
+        endpoint,
+        "--model",
+        MODEL,
+        "--tokenizer",
+        os.environ["AENGINE_TOKENIZER"],
+    ]
     command += ["--dataset-name", "custom", "--dataset-path", str(HERE / "prompts.jsonl"), "--num-prompts", "8"]
     command += ["--max-concurrency", "4", "--ignore-eos", "--skip-chat-template", "--custom-output-len", "16"]
     command += ["--save-result", "--result-dir", str(HERE), "--result-filename", f"{backend}.json"]
