@@ -44,9 +44,9 @@ def environment() -> dict[str, str]:
     }
 
 
-def _setting(default: T, text: str) -> T:
-    """A leaf with its help text. Typed as its default, as `dataclasses.field` itself is."""
-    made: T = field(default=default, metadata={"help": text})
+def _setting(default: T, text: str, *, rare: bool = False) -> T:
+    """A leaf with its help text. Typed as its default, as `dataclasses.field` itself is. `rare`: few will set it."""
+    made: T = field(default=default, metadata={"help": text, "rare": rare})
     return made
 
 
@@ -104,7 +104,9 @@ class SchedulerConfig:
     )
     depth: int = _setting(1, "steps in flight while the next is planned: 0 synchronous, 1 overlapped, 2 experiment")
     multi_step: int = _setting(
-        1, "decode steps planned and launched at once, without overlap: K > 1 shows K tokens at a time; to compare with"
+        1,
+        "decode steps planned and launched at once, without overlap: K > 1 shows K tokens at a time; to compare with",
+        rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ class SchedulerConfig:
 class CacheConfig:
     """KV pages and their reuse."""
 
-    page_tokens: int = _setting(16, "tokens a KV page holds")
+    page_tokens: int = _setting(16, "tokens a KV page holds", rare=True)
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = _setting(
         "auto",
         "element type of KV pages; auto: dtype if given, else bfloat16; int8: a scale per token and head; fp8: e4m3, "
@@ -150,10 +152,10 @@ class DeviceConfig:
     threads: int | None = _setting(None, "compute threads; unset: all cores")
     kernels: Literal["auto", "native", "reference"] = _setting("auto", "CPU kernels: compiled C, or plain torch")
     cpu_isa: Literal["auto", "avx512vnni", "avx512", "avx2vnni", "avx2", "portable"] = _setting(
-        "auto", "instruction set of the native kernels; auto: the best the processor and the compiler have"
+        "auto", "instruction set of the native kernels; auto: the best the processor and the compiler have", rare=True
     )
     capture: bool = _setting(
-        True, "replay steps as one call (native kernels) or as CUDA graphs; off: one operation at a time"
+        True, "replay steps as one call (native kernels) or as CUDA graphs; off: one operation at a time", rare=True
     )
     compile: bool = _setting(
         False, "torch.compile for all of a forward but attention (on the CPU instead of the native kernels)"
@@ -165,15 +167,16 @@ class DeviceConfig:
         "auto",
         "who draws tokens on CUDA; auto: the engine's own kernels, by seed and position; flashinfer: its kernels for "
         "requests without a seed, whose tokens then depend on the batch",
+        rare=True,
     )
     gpu_memory_percent: float = _setting(
         90.0, "share of the CUDA device's memory for weights, KV pages and activations"
     )
-    sim_step_s: float = _setting(0.0, "seconds a step takes on the sim device")
+    sim_step_s: float = _setting(0.0, "seconds a step takes on the sim device", rare=True)
     sim_profile: str | None = _setting(
-        None, "sim: take the modelled time of a device and model pair (h100-llama8b, 8xh100-llama70b)"
+        None, "sim: take the modelled time of a device and model pair (h100-llama8b, 8xh100-llama70b)", rare=True
     )
-    sim_scale: float = _setting(1.0, "sim: a device that takes so many times as long as sim_profile says")
+    sim_scale: float = _setting(1.0, "sim: a device that takes so many times as long as sim_profile says", rare=True)
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, ("auto", "cpu", "cuda", "sim"))
@@ -201,8 +204,8 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
-    max_logprobs: int = _setting(20, "most alternatives a request may ask for per token")
-    max_n: int = _setting(128, "most choices a request may ask for")
+    max_logprobs: int = _setting(20, "most alternatives a request may ask for per token", rare=True)
+    max_n: int = _setting(128, "most choices a request may ask for", rare=True)
     otlp_endpoint: str | None = _setting(
         None, "OpenTelemetry collector to send a trace of each request to (http://HOST:4318/v1/traces); unset: none"
     )
@@ -231,13 +234,17 @@ class ServerConfig:
     )
     client_chat_templates: bool = _setting(False, "let requests bring a chat template: a program that runs unchecked")
     max_body_bytes: int = _setting(8 * 2**20, "largest request body (for instance 8MiB)")
-    max_upload_bytes: int = _setting(256 * 2**20, "bytes that all bodies being read may hold together")
-    body_timeout_s: float = _setting(60.0, "seconds a request's body may take to arrive")
-    max_connections: int = _setting(16384, "open connections; beyond it the longest idle one is closed for a new one")
-    idle_timeout_s: float = _setting(75.0, "seconds a connection may be open without a request's whole head")
-    stall_timeout_s: float = _setting(120.0, "seconds after which a client that takes no byte of its answer is cut")
+    max_upload_bytes: int = _setting(256 * 2**20, "bytes that all bodies being read may hold together", rare=True)
+    body_timeout_s: float = _setting(60.0, "seconds a request's body may take to arrive", rare=True)
+    max_connections: int = _setting(
+        16384, "open connections; beyond it the longest idle one is closed for a new one", rare=True
+    )
+    idle_timeout_s: float = _setting(75.0, "seconds a connection may be open without a request's whole head", rare=True)
+    stall_timeout_s: float = _setting(
+        120.0, "seconds after which a client that takes no byte of its answer is cut", rare=True
+    )
     shutdown_timeout_s: float = _setting(30.0, "seconds that open requests get to end after Ctrl-C")
-    keepalive_s: float = _setting(15.0, "idle seconds after which a stream gets a keep-alive comment")
+    keepalive_s: float = _setting(15.0, "idle seconds after which a stream gets a keep-alive comment", rare=True)
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severity that is logged")
 
     def __post_init__(self) -> None:

@@ -19,6 +19,17 @@ class UsageError(ConfigError):
     """The command line cannot be understood."""
 
 
+class _HelpAll(argparse.Action):
+    """Shows the help of the rarely used settings too."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, Parser)
+        for action, text in parser.rare:
+            action.help = text
+        parser.print_help()
+        raise SystemExit(0)
+
+
 class Parser(argparse.ArgumentParser):
     """Raises UsageError instead of printing a page of usage and exiting."""
 
@@ -30,6 +41,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.rare: list[tuple[argparse.Action, str]] = []  # settings left out of the help, and what they would say
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -59,25 +71,32 @@ def add_settings(parser: Parser, *, server: bool, model_flag: bool = False) -> N
         elif server or setting.section != "server":
             if setting.section not in groups:
                 groups[setting.section] = parser.add_argument_group(setting.section)
-            _add(groups[setting.section], setting)
+            added, text = _add(groups[setting.section], setting)
+            if setting.rare:
+                added.help = argparse.SUPPRESS
+                parser.rare.append((added, text))
+    if parser.rare:
+        general.add_argument("--help-all", action=_HelpAll, nargs=0, help="also show the settings that few will need")
 
 
-def _add(group: argparse._ArgumentGroup, setting: settings.Setting) -> None:
+def _add(group: argparse._ArgumentGroup, setting: settings.Setting) -> tuple[argparse.Action, str]:
+    """-> (the flag, its help)."""
     text = setting.help.replace("%", "%%")
     if setting.kind is bool:
         text += f" (default: {'on' if setting.default else 'off'})"
-        group.add_argument(
+        added = group.add_argument(
             setting.flag,
             dest=setting.name,
             action=argparse.BooleanOptionalAction,
             default=argparse.SUPPRESS,
             help=text,
         )
-        return
+        return added, text
     if setting.default not in (None, ()):
         text += f" (default: {setting.default})"
     metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else _metavar(setting)
-    group.add_argument(setting.flag, dest=setting.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    added = group.add_argument(setting.flag, dest=setting.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    return added, text
 
 
 def _metavar(setting: settings.Setting) -> str:

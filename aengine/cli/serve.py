@@ -15,7 +15,6 @@ from aengine import __version__
 from aengine.cli.options import Parser, add_settings, config_of, print_config
 from aengine.cli.startup import Startup
 from aengine.config import AengineConfig
-from aengine.server.process import configure_logging, run_on_fast_loop
 
 Serve = Callable[[AengineConfig, Startup], Coroutine[Any, Any, None]]
 
@@ -34,6 +33,8 @@ def run(args: argparse.Namespace, serve: Serve | None = None) -> int:
     config = config_of(args)
     if args.print_config:
         return print_config(config)
+    from aengine.server.process import configure_logging, run_on_fast_loop
+
     configure_logging(config.server.log_level)
     startup = Startup(config.engine.model.model, __version__)
     run_on_fast_loop((serve or serve_engine)(config, startup))

@@ -39,6 +39,7 @@ class Setting:
     optional: bool
     default: object
     help: str
+    rare: bool = False
 
     @property
     def name(self) -> str:
@@ -85,7 +86,14 @@ def _leaves(node: type, path: tuple[str, ...]) -> Iterable[Setting]:
             continue
         arms = [arm for arm in get_args(hint) if arm is not NoneType] if get_origin(hint) is UnionType else [hint]
         optional = get_origin(hint) is UnionType
-        yield Setting((*path, field.name), arms[0], optional, field.default, field.metadata.get("help", ""))
+        yield Setting(
+            (*path, field.name),
+            arms[0],
+            optional,
+            field.default,
+            field.metadata.get("help", ""),
+            field.metadata.get("rare", False),
+        )
 
 
 def parse(setting: Setting, raw: object, where: str) -> object:

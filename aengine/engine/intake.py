@@ -81,8 +81,8 @@ class Intake:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if len(prompt_ids) >= limit:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt_ids)} tokens; the context of {limit} tokens must also hold at least one "
-                "output token",
+                f"the prompt has {len(prompt_ids)} tokens; this model's maximum context length is {limit} tokens, "
+                "which must also hold at least one output token",
                 param="prompt",
             )
         try:
@@ -127,14 +127,15 @@ class Intake:
         if wanted is None:
             if sampling.min_tokens > limit - prompt_tokens:
                 raise ContextLengthExceeded(
-                    f"{prompt_tokens} prompt tokens and min_tokens {sampling.min_tokens} exceed the context of {limit}",
+                    f"{prompt_tokens} prompt tokens and min_tokens {sampling.min_tokens} are too many; this model's "
+                    f"maximum context length is {limit} tokens",
                     param="min_tokens",
                 )
             return self._longest(prompt_tokens, limit, media) if media else limit
         if prompt_tokens + wanted > limit:
             raise ContextLengthExceeded(
-                f"{prompt_tokens} prompt tokens and max_tokens {wanted} make {prompt_tokens + wanted}; the context "
-                f"is {limit} tokens",
+                f"{prompt_tokens} prompt tokens and max_tokens {wanted} make {prompt_tokens + wanted}; this model's "
+                f"maximum context length is {limit} tokens",
                 param="max_tokens",
             )
         if not self._cache.fits(prompt_tokens + wanted, media):

@@ -115,5 +115,6 @@ async def test_engine_and_server_are_put_together(monkeypatch, capsys):
             told.append(text % values)
 
     await serve.serve_engine(AengineConfig(), Told("a-model", "1"))
-    assert told == ["aengine 1 listens on http://h:1 and loads a-model", "weights: 1.25 s"]
+    assert re.fullmatch(r"HTTP and text: in the engine process \(auto: \d+ cores\)", told[0])
+    assert told[1:] == ["aengine 1 listens on http://h:1 and loads a-model", "weights: 1.25 s"]
     assert "chat page http://h:1/" in capsys.readouterr().out

@@ -203,7 +203,7 @@ async def test_a_dead_engine_says_so_to_everyone(sim: Sim) -> None:
 
 async def test_refusals_name_their_numbers(sim: Sim) -> None:
     async with engine(sim, max_waiting=2, max_num_seqs=1) as made:
-        with pytest.raises(ContextLengthExceeded, match=r"256 tokens; the context of 256"):
+        with pytest.raises(ContextLengthExceeded, match=r"256 tokens; this model's maximum context length is 256"):
             made.submit([1] * 256, GREEDY, request_id="a")
         with pytest.raises(ContextLengthExceeded, match=r"250 prompt tokens and max_tokens 20 make 270"):
             made.submit([1] * 250, GREEDY, request_id="a")
