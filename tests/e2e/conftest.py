@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aengine import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
-from aengine.config import CacheConfig, ModelConfigArgs, SchedulerConfig, home
+from aengine.config import CacheConfig, DeviceConfig, ModelConfigArgs, SchedulerConfig, home
 from aengine.models.loader import load_config, open_checkpoint
 from aengine.models.store import ModelFiles, resolve
 
@@ -20,6 +20,7 @@ BASE = EngineConfig(
     model=ModelConfigArgs(model="smollm2-135m", dtype="float32", max_model_len=2048),
     scheduler=SchedulerConfig(max_num_seqs=32, max_batched_tokens=512),
     cache=CacheConfig(kv_bytes=600 * 2**20),
+    device=DeviceConfig(threads=1),  # several test processes share the cores; threads change no bit
 )
 
 

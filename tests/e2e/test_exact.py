@@ -43,7 +43,7 @@ class Golden:
 def golden() -> Golden:
     async def run() -> Golden:
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
-        async with AsyncEngine(config()) as engine:
+        async with AsyncEngine(config(threads=None)) as engine:
             greedy = await run_all(engine, PROMPTS, params)
             return Golden(smollm2(), greedy, ids(await run_all(engine, PROMPTS, SEEDED)))
 
