@@ -300,6 +300,13 @@ async def test_a_parser_chosen_by_setting_needs_no_tool_template(serve, chat_bod
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "magic"}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": [NOW],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+            },
+            "tool_choice",
+        ),
     ],
 )
 async def test_malformed(serve, chat_body, envelope, fields, param):
