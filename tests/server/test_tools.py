@@ -406,6 +406,7 @@ async def test_what_is_enforced_is_what_is_read(marked, format, text, thinks):
         (Grammar("regex", r"a/b\/[0-9]+"), "a/b/12", "a/b"),
         (Grammar("choice", '["yes", "no\\n"]'), "no\n", "no"),
         (Grammar("lark", 'start: x "}"\nx: /[a-c]+/'), "abc}", "abc"),
+        (Grammar("lark", 'root ::= [a-c]+ "}"'), "abc}", "abc"),
     ],
 )
 async def test_an_answers_grammar_holds_behind_the_thoughts(marked, grammar, good, bad):
