@@ -49,8 +49,10 @@ class InvalidGrammar(InvalidRequest):
 
     code = "invalid_grammar"
 
-    def __init__(self, message: str, *, param: str | None = None, place: str = "") -> None:
-        super().__init__(message, param=param)
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: int | None = None, place: str = ""
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
         self.place = place
 
 

@@ -149,7 +149,7 @@ async def _ask_once(session: aiohttp.ClientSession, request: BatchRequest) -> tu
     import aiohttp
 
     try:
-        async with session.post(request.url, json=request.body) as response:
+        async with session.post(request.url.lstrip("/"), json=request.body) as response:
             raw = await response.read()
             wait = response.headers.get("Retry-After", "")
             name = response.headers.get("x-request-id", "")

@@ -54,9 +54,9 @@ class BatchAnswer(msgspec.Struct, frozen=True):
 
     @property
     def final(self) -> bool:
-        """Whether asking again would be answered the same: a success, or a fault of the request itself."""
+        """Whether asking again would be answered the same: a success, or what the request asks for."""
         status = 0 if self.response is None else self.response.status_code
-        return status == 200 or (400 <= status < 500 and status != 429)
+        return status in (200, 501) or (400 <= status < 500 and status != 429)
 
 
 _decode_request = msgspec.json.Decoder(BatchRequest).decode

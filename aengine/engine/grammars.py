@@ -44,6 +44,8 @@ _JSON_FORM: Any = {
     "coerce_one_of": False,
     "lenient": False,
 }
+# The library reads only objects; these say the same.
+_BOOLEANS = {"true": "{}", "false": '{"enum": []}'}
 _ENDS = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 
 
@@ -219,7 +221,7 @@ def _check_json(source: str) -> None:
 
 def _schema_grammar(source: str) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(source, overrides=_JSON_FORM)
+        return LLMatcher.grammar_from_json_schema(_BOOLEANS.get(source.strip(), source), overrides=_JSON_FORM)
     except ValueError as error:
         raise InvalidGrammar(f"the schema cannot be read: {_shown(str(error))}", param="grammar") from None
 

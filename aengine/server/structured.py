@@ -60,7 +60,7 @@ def _response_format(body: GenerationBody) -> list[Constraint]:
 def _structured_outputs(body: GenerationBody) -> list[Constraint]:
     found = []
     for name, value in (body.structured_outputs or {}).items():
-        if value is None or value is False:
+        if value is None or (value is False and name != "json"):  # false is a schema, which nothing satisfies
             continue
         make = _MAKERS.get(name)
         if make is None:

@@ -63,6 +63,13 @@ def tool_use(body: ToolFields, template: str | None, setting: str) -> ToolUse:
         return ToolUse()
     forced = mode == "required"
     offered = tuple(tool for tool in tools if names is None or tool.name in names)
+    if not offered:
+        if forced:
+            raise InvalidRequest(
+                "tool_choice asks for a call, but allows none of the tools: allowed_tools.tools is empty",
+                param="tool_choice",
+            )
+        return ToolUse()
     template = body.chat_template or template
     format = find_format(setting, template)
     blind = not knows_tools(template)

@@ -38,6 +38,7 @@ def server():
             self.give(status, answer, headers)
 
         def give(self, status, answer, headers=None):
+            made.paths.append(self.path)
             raw = json.dumps(answer).encode()
             self.send_response(status)
             for name, value in {"Content-Length": str(len(raw)), "x-request-id": "id-1", **(headers or {})}.items():
@@ -49,7 +50,7 @@ def server():
             pass
 
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.asked, made.script = [], {}
+    made.asked, made.paths, made.script = [], [], {}
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     made.url = f"http://127.0.0.1:{made.server_port}"
@@ -90,14 +91,23 @@ def test_a_failed_request_says_why_and_the_others_go_on(tmp_path, server):
 
 def test_a_busy_server_is_asked_again(tmp_path, server, monkeypatch):
     monkeypatch.setattr(batch, "RETRY_S", 0.0)
-    server.script = {"busy": [(429, {}), (503, {})], "never": [(500, {})] * 99}
+    server.script = {"busy": [(429, {}), (503, {})], "never": [(500, {})] * 99, "unknown": [(501, {})]}
     source = tmp_path / "in.jsonl"
-    source.write_text(line("a", key="busy") + line("b", key="never"))
+    source.write_text(line("a", key="busy") + line("b", key="never") + line("c", key="unknown"))
     assert run(source, server) == 1
     answers = read(tmp_path / "in.out.jsonl")
     assert answers["a"]["response"]["status_code"] == 200
     assert answers["b"]["response"]["status_code"] == 500
     assert sum(body.get("key") == "never" for body in server.asked) == 1 + batch.RETRIES
+    assert answers["c"]["response"]["status_code"] == 501  # what the server cannot do it cannot do later
+
+
+def test_a_path_before_v1_is_kept(tmp_path, server):
+    source = tmp_path / "in.jsonl"
+    source.write_text(line("a"))
+    server.url += "/behind/a/proxy/v1"
+    assert run(source, server) == 0
+    assert server.paths == ["/behind/a/proxy/health", "/behind/a/proxy/v1/completions"]
 
 
 def test_an_interrupted_run_goes_on_where_it_ended(tmp_path, server, capsys):

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from aengine import AsyncClient, AsyncEngine, RequestOutput, SamplingParams
+from aengine import AsyncClient, AsyncEngine, RequestOutput, SamplingParams, errors
 from aengine.client.events import EventReader
 from aengine.client.wire import data_url, messages_of, prompt_of, sampling_body
 from aengine.config import ServerConfig
@@ -241,6 +241,9 @@ def test_errors_by_code_then_by_status() -> None:
 
     assert kind(400, code="context_length_exceeded") is ContextLengthExceeded
     assert kind(401) is AuthenticationFailed
+    for made in {one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, AengineError)}:
+        if made.code is not None:
+            assert kind(made.status, code=made.code, message="x") is made
     assert kind(400, code="something_new") is InvalidRequest
     assert kind(422) is InvalidRequest
     assert kind(599) is AengineError

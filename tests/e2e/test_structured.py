@@ -93,7 +93,12 @@ async def refusals(engine):
     with pytest.raises(InvalidGrammar, match=r"\$\.properties\.b\.items: .*if") as caught:
         await last(engine, "x", params(grammar=Grammar("json_schema", json.dumps(nested))))
     assert caught.value.place == "$.properties.b.items"
+    nested["properties"] = {"any": True, "none": False, "b": part}
+    with pytest.raises(InvalidGrammar, match=r"\$\.properties\.b\.items: "):
+        await last(engine, "x", params(grammar=Grammar("json_schema", json.dumps(nested))))
+    json.loads((await last(engine, "x", params(grammar=Grammar("json_schema", "true")))).outputs[0].text)
     for grammar in (
+        Grammar("json_schema", "false"),
         Grammar("json_schema", '{"type": "strng"}'),
         Grammar("json_schema", "{"),
         Grammar("json_schema", "[1]"),

@@ -112,6 +112,21 @@ async def test_05_comments_only_in_idle_times(serve, chat_body):
     assert "\n:" not in await (await client.post(CHAT, json=chat_body(stream=True))).text()
 
 
+class Forgetful(dict):
+    def __setitem__(self, key, value):
+        """Nothing is kept: a token may stand for another byte next time."""
+
+
+class Bytes:
+    """TokenBytes of tokens of one byte each, which `byte` tells."""
+
+    def __init__(self, byte):
+        self.byte, self.whole = byte, Forgetful()
+
+    def __call__(self, token):
+        return bytes([self.byte(token)])
+
+
 async def test_06_only_whole_characters(on_sim, sim, events):  # noqa: F811
     """Each token is one byte of this text."""
     text = "é😀日本e\u0301👩‍👩‍👧"
@@ -119,7 +134,7 @@ async def test_06_only_whole_characters(on_sim, sim, events):  # noqa: F811
 
     def stream(*, skip_special_tokens=True):
         left = iter(data)
-        return ByteStream(lambda token: bytes([next(left)]), frozenset())
+        return ByteStream(Bytes(lambda token: next(left)), frozenset())
 
     sim.tokenizer.stream = stream
     client, _ = await on_sim()
@@ -174,9 +189,7 @@ async def test_09_tool_choice_is_enforced(serve, chat_body, envelope):
 )
 async def test_10_strict_schemas_hold(on_sim, sim, url, restriction):  # noqa: F811
     """The device draws tokens without sense, each a byte; the schema alone makes a value of them."""
-    sim.tokenizer.stream = lambda *, skip_special_tokens=True: ByteStream(
-        lambda token: bytes([token]), frozenset({EOS})
-    )
+    sim.tokenizer.stream = lambda *, skip_special_tokens=True: ByteStream(Bytes(lambda token: token), frozenset({EOS}))
     sim.tokenizer.token_bytes = lambda token: bytes([token])
     properties = {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}, "age": {"enum": [1, 22, 333]}}
     schema = {

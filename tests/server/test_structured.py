@@ -35,6 +35,7 @@ def asked(url, chat_body, fields):
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["x", "y"]}}, "choice", ["x", "y"]),
         ({"structured_outputs": {"grammar": "start: /a/"}}, "lark", "start: /a/"),
+        ({"structured_outputs": {"json": False}}, "json_schema", False),
         ({"structured_outputs": {"json_object": True}}, "json_object", ""),
         ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
         ({"guided_json": TEXT, "guided_decoding_backend": "outlines"}, "json_schema", SCHEMA),

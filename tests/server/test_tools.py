@@ -300,6 +300,13 @@ async def test_a_parser_chosen_by_setting_needs_no_tool_template(serve, chat_bod
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "magic"}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": [NOW],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+            },
+            "tool_choice",
+        ),
     ],
 )
 async def test_malformed(serve, chat_body, envelope, fields, param):
@@ -399,6 +406,7 @@ async def test_what_is_enforced_is_what_is_read(marked, format, text, thinks):
         (Grammar("regex", r"a/b\/[0-9]+"), "a/b/12", "a/b"),
         (Grammar("choice", '["yes", "no\\n"]'), "no\n", "no"),
         (Grammar("lark", 'start: x "}"\nx: /[a-c]+/'), "abc}", "abc"),
+        (Grammar("lark", 'root ::= [a-c]+ "}"'), "abc}", "abc"),
     ],
 )
 async def test_an_answers_grammar_holds_behind_the_thoughts(marked, grammar, good, bad):

@@ -98,7 +98,14 @@ def _answer(grammar: Grammar) -> str:
         return "answer: /" + _BARE_SLASH.sub(lambda found: found.group(1) or "\\/", grammar.source) + "/"
     if grammar.kind == "choice":
         return "answer: " + " | ".join(_literal(text, {}) for text in json.loads(grammar.source))
-    return f"answer: %lark {{\n{grammar.source}\n}}"
+    return f"answer: %lark {{\n{_lark(grammar.source)}\n}}"
+
+
+def _lark(source: str) -> str:
+    """A client's own text; it was compiled by itself before, so that what is no Lark is llama.cpp's GBNF."""
+    from llguidance.gbnf_to_lark import any_to_lark  # front-ends load it only for this
+
+    return any_to_lark(source)
 
 
 def _written(source: str) -> str:
