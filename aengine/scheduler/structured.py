@@ -5,11 +5,13 @@ mask.
 Does not know: what masks are made of, how rows are chosen.
 Invariants: a matcher accepts a token when the sequence learns it, never before. Forced tokens become known at once and
 are computed as a chunk; the sample that was already in flight for the first of them is settled: nobody hears of it. No
-tokens are taken over where their log-probabilities are wanted, or where sampling must see each of them (penalties).
+tokens are taken over where their log-probabilities are wanted, or where sampling must see each of them (penalties);
+nor is a stop token, or what comes behind it.
 """
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,7 +78,9 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     if sampling.logprobs is not None or sampling.needs_history:
         return False
     c, slot = scheduler.columns, sequence.slot
-    forced = matcher.forced()[: int(c.limit[slot] - c.known[slot])]
+    stops = sequence.request.rules.stop_ids  # what ends the request is sampled, so that it ends as any other
+    most = int(c.limit[slot] - c.known[slot])
+    forced = list(takewhile(lambda token: token not in stops, matcher.forced()[:most]))
     if not forced:
         return False
     ending: list[Ending] = []
