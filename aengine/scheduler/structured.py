@@ -11,7 +11,7 @@ nor is a stop token, or what comes behind it.
 
 from __future__ import annotations
 
-from itertools import takewhile
+from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,9 +78,8 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     if sampling.logprobs is not None or sampling.needs_history:
         return False
     c, slot = scheduler.columns, sequence.slot
-    stops = sequence.request.rules.stop_ids  # what ends the request is sampled, so that it ends as any other
-    most = int(c.limit[slot] - c.known[slot])
-    forced = list(takewhile(lambda token: token not in stops, matcher.forced()[:most]))
+    said, most = int(c.known[slot]) - sequence.prompt_tokens, int(c.limit[slot] - c.known[slot])
+    forced = _before_stop(sequence, matcher.forced()[:most], said)
     if not forced:
         return False
     ending: list[Ending] = []
@@ -104,3 +103,13 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     for ended, reason, stop_id, error in ending:
         scheduler.finish(ended, reason, stop_id=stop_id, error=error)
     return True
+
+
+def _before_stop(sequence: Sequence, forced: Tokens[int], said: int) -> Tokens[int]:
+    """The tokens before one that ends the request: that one is sampled, so that it ends as any other. `said`: output
+    tokens up to now."""
+    stops, least = sequence.request.rules.stop_ids, sequence.request.sampling.min_tokens
+    for i, token in enumerate(forced):
+        if token in stops and said + i >= least:
+            return forced[:i]
+    return forced
