@@ -182,6 +182,8 @@ class Pipe:
 
     def send(self, message: ToEngine | ToFrontend) -> None:
         """Returns at once. To an end that is gone: nothing happens, as `receive` tells."""
+        if self._writer.transport.is_closing():  # uvloop's would raise
+            return
         data = encode(message)
         self._writer.write(_LENGTH.pack(len(data)) + data)
 

@@ -5,11 +5,13 @@ mask.
 Does not know: what masks are made of, how rows are chosen.
 Invariants: a matcher accepts a token when the sequence learns it, never before. Forced tokens become known at once and
 are computed as a chunk; the sample that was already in flight for the first of them is settled: nobody hears of it. No
-tokens are taken over where their log-probabilities are wanted, or where sampling must see each of them (penalties).
+tokens are taken over where their log-probabilities are wanted, or where sampling must see each of them (penalties);
+nor is a stop token, or what comes behind it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,7 +78,8 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     if sampling.logprobs is not None or sampling.needs_history:
         return False
     c, slot = scheduler.columns, sequence.slot
-    forced = matcher.forced()[: int(c.limit[slot] - c.known[slot])]
+    said, most = int(c.known[slot]) - sequence.prompt_tokens, int(c.limit[slot] - c.known[slot])
+    forced = _before_stop(sequence, matcher.forced()[:most], said)
     if not forced:
         return False
     ending: list[Ending] = []
@@ -100,3 +103,13 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     for ended, reason, stop_id, error in ending:
         scheduler.finish(ended, reason, stop_id=stop_id, error=error)
     return True
+
+
+def _before_stop(sequence: Sequence, forced: Tokens[int], said: int) -> Tokens[int]:
+    """The tokens before one that ends the request: that one is sampled, so that it ends as any other. `said`: output
+    tokens up to now."""
+    stops, least = sequence.request.rules.stop_ids, sequence.request.sampling.min_tokens
+    for i, token in enumerate(forced):
+        if token in stops and said + i >= least:
+            return forced[:i]
+    return forced

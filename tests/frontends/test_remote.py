@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from aengine import FinishReason, SamplingParams
 from aengine.config import ServerConfig
@@ -170,6 +172,26 @@ async def test_who_takes_nothing_is_cut_off_and_others_go_on(sim: Sim, monkeypat
         async with asyncio.timeout(5):
             assert await home.serving[1] > 0
         end.close()
+
+
+def test_sending_to_an_end_that_is_gone_does_nothing_on_either_loop() -> None:
+    async def send(cut: bool) -> None:
+        ours, theirs = socket.socketpair()
+        pipe = await wire.Pipe.over(ours, wire.ToEngine)
+        if cut:
+            pipe.cut()
+        theirs.close()
+        for _ in range(8):
+            pipe.send(wire.Stop())
+            await asyncio.sleep(0)
+        assert await pipe.receive() is None
+        pipe.send(wire.Stop())
+        await pipe.close()
+
+    for loop in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=loop) as runner:
+            for cut in (False, True):
+                runner.run(send(cut))
 
 
 async def test_who_talks_nonsense_is_cut_off_and_others_go_on(sim: Sim) -> None:

@@ -316,6 +316,9 @@ class Episode:
         asked = request.prompt_ids, most, request.rules.stop_ids, seed
         if self.s.structured and self.rng.random() < self.s.structured:
             kind = self.rng.getrandbits(30)
+            if kind % 3 == 0:  # a grammar may force what ends the request
+                request = msgspec.structs.replace(request, rules=TokenRules(stop_ids=(EOS, *range(kind % 7, VOCAB, 9))))
+                asked = request.prompt_ids, most, request.rules.stop_ids, seed
             want = ruled_oracle(*asked, ToyMatcher(kind, VOCAB, EOS), self.pick)
             self.asked[request.handle] = Asked(request, want)
             self.scheduler.submit(request, ToyMatcher(kind, VOCAB, EOS))
@@ -349,10 +352,9 @@ class Episode:
                         self._commit(in_flight.popleft()[0])
                     continue
                 self.device.launch(step, fails=fails, bad_rows=bad_rows)
+                step = self._launch_again(step, in_flight)
                 if len(step.deferred):
                     self._decide(step, in_flight)
-                else:
-                    self._launch_again(step, in_flight)
             while self.rng.random() < 0.4:
                 self.device.run_one()
             if len(in_flight) > self.s.depth or (in_flight and step is None):
@@ -380,16 +382,18 @@ class Episode:
         masks = [matcher.mask() for matcher in matchers]
         self.device.choose(step, Choices(rows, np.array(masks, np.int32).reshape(len(masks), WORDS)))
 
-    def _launch_again(self, step: StepPlan, in_flight: deque[tuple[int, bool]]) -> None:
-        """As `Core._launch_again`."""
+    def _launch_again(self, step: StepPlan, in_flight: deque[tuple[int, bool]]) -> StepPlan:
+        """As `Core._launch_again`; returns the newest step."""
         for _ in range(self.s.multi - 1):
-            again = self.scheduler.again() if step.decodes == len(step.slots) else None
+            goes_on = step.decodes == len(step.slots) and not len(step.deferred)
+            again = self.scheduler.again() if goes_on else None
             if again is None:
-                return
+                break
             step = again
             self.plans.append(step)
             in_flight.append((step.step, False))
             self.device.launch(step, fails=self.rng.random() < self.s.fail, bad_rows=[])
+        return step
 
     def _maybe_abort(self) -> None:
         if self.rng.random() < self.s.abort and self.asked:

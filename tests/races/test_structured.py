@@ -17,6 +17,7 @@ KINDS = [
     dataclasses.replace(BASE, window=9, pages=36, budget=7),
     dataclasses.replace(BASE, state=4, turns=0.5, pages=40),
     dataclasses.replace(BASE, draft=1.0, pages=24),
+    dataclasses.replace(BASE, multi=4, seqs=6, budget=5),
 ]
 
 
