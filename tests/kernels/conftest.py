@@ -9,11 +9,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from aengine.kernels.ops import AttentionSpec, LayerKV, StepBatch
+
+COMPILING_S = 400  # compiling all instruction sets takes a minute of two idle cores, and waits where they are not idle
+
+
+def pytest_collection_modifyitems(items):
+    """Whichever test asks first for a compiled library waits for the compiler."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(COMPILING_S))
+
 
 PAD = 40  # elements between one page and the next
 
