@@ -141,6 +141,22 @@ class StepFailed(AengineError):
     code = "step_failed"
 
 
+class NoTokenAllowed(InvalidRequest):
+    """The request's own constraints (grammar, allowed tokens, bad words, biases) left no token to sample."""
+
+    code = "no_token_allowed"
+
+
+ALL_RULED_OUT = "all tokens are masked: the logits after masks and penalties are minus infinity everywhere"
+
+
+def row_error(message: str | None) -> AengineError:
+    """What a row that failed alone with `message` stands for: a fault of its request, or of the step."""
+    if message == ALL_RULED_OUT:
+        return NoTokenAllowed(f"the request's constraints exclude every token ({message})")
+    return StepFailed(message or "the request failed in the engine")
+
+
 class EngineDead(AengineError):
     """The core loop ended on an internal fault. Every open request ends with this error."""
 

@@ -2,7 +2,7 @@
 
 Owns: `Gathered`.
 Does not know: where deltas come from.
-Invariants: outputs are cumulative and ordered by index; a failed choice raises StepFailed once everything else is told.
+Invariants: outputs are cumulative and ordered by index; a failed choice raises its error once everything else is told.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import msgspec
 
 from aengine.engine.stream import RequestStream
-from aengine.errors import StepFailed
+from aengine.errors import row_error
 from aengine.types import CompletionOutput, FinishReason, OutputDelta, RequestOutput
 
 
@@ -26,7 +26,7 @@ class Gathered:
 
     def add(self, delta: OutputDelta) -> RequestOutput:
         if delta.finish_reason is FinishReason.ERROR:
-            raise StepFailed(delta.error or "the request failed")
+            raise row_error(delta.error)
         if self._ttft_s is None and delta.token_ids:
             self._ttft_s = time.monotonic() - self._began_s
         out = self._outputs[delta.index]

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
-from aengine.errors import AengineError, NotReady, StepFailed
+from aengine.errors import AengineError, NotReady, StepFailed, row_error
 from aengine.server.facade import Engine, Stream
 from aengine.server.parsers.thinking import ThoughtCount
 from aengine.types import FinishReason, MediaInput, OutputDelta, SamplingParams, TokenLogprob
@@ -219,6 +219,6 @@ async def submit(
 
 def _check_finish(delta: OutputDelta) -> None:
     if delta.finish_reason is FinishReason.ERROR:
-        raise StepFailed(delta.error or "the request failed in the engine")
+        raise row_error(delta.error)
     if delta.finish_reason is FinishReason.ABORT:
         raise NotReady(delta.error or "the server stopped this request before its end")

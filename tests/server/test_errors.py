@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_fakes import FakeEngine
 
-from aengine.errors import EngineDead, InvalidRequest, QueueFull
+from aengine.errors import ALL_RULED_OUT, EngineDead, InvalidRequest, QueueFull
+from aengine.runner.native_sampler import fault_message
 from aengine.server.body import decode_json
 from aengine.server.envelope import error_response
 from aengine.server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from aengine.types import FinishReason
 
 URL = "/v1/chat/completions"
 field_names = st.sampled_from(["messages", "prompt", "tokens", "role", "content", "stop", "n", "x"]) | st.text()
@@ -266,3 +268,13 @@ async def test_bodies_of_very_many_small_values_hold_nothing_up(serve, item):
     text = json.dumps({"prompt": "one, two, " * 20_000, "max_tokens": 1})
     refused = await (await client.post("/v1/completions", data=text)).json()
     assert refused["error"]["code"] == "context_length_exceeded"  # as any long text, commas or not
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_constraints_that_leave_no_token_are_the_requests_own_fault(serve, chat_body, stream):
+    client, _ = await serve(FakeEngine(reply=[], finish=FinishReason.ERROR, error=ALL_RULED_OUT))
+    response = await client.post("/v1/chat/completions", json=chat_body(stream=stream))
+    text = await response.text()
+    assert response.status == 400
+    assert '"code":"no_token_allowed"' in text
+    assert fault_message(9) == ALL_RULED_OUT  # what the samplers say

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aengine.errors import ALL_RULED_OUT
 from aengine.runner.logprobs import logprob_tensors
 from aengine.runner.masks import Masks, disallowed
 from aengine.runner.noise import LEAST_TEMPERATURE, TokenNoise
@@ -31,7 +32,7 @@ MESSAGES = {
     NAN: "the model's logits hold NaN",
     INFINITE: "the model's logits hold infinity",
     MASKED: "all tokens are masked: the model's logits are minus infinity everywhere",
-    RULED_OUT: "all tokens are masked: the logits after masks and penalties are minus infinity everywhere",
+    RULED_OUT: ALL_RULED_OUT,
 }
 _LEAST = float(np.finfo(np.float32).min)
 
