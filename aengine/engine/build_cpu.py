@@ -124,6 +124,11 @@ def describe_kernels(config: EngineConfig) -> str:
     return f"native, {isa} (cpu_isa; the best here is {machine_isas()[0]})"
 
 
+def _compiling(ledger: Ledger) -> None:
+    if ledger.progress is not None:
+        ledger.progress("compile kernels, once", 0, 0)
+
+
 def _ops(config: EngineConfig, threads: int, ledger: Ledger) -> tuple[Ops, int]:
     """(kernels, threads for torch's own operators).
 
@@ -139,7 +144,7 @@ def _ops(config: EngineConfig, threads: int, ledger: Ledger) -> tuple[Ops, int]:
         ledger.lines.append("compile is on: plain torch takes the place of native kernels, whose steps are faster")
         return ReferenceOps(), threads
     isa = None if config.device.cpu_isa == "auto" else config.device.cpu_isa
-    native = load_native_ops(usable_home() / "native", threads, isa=isa)
+    native = load_native_ops(usable_home() / "native", threads, isa=isa, on_compile=lambda: _compiling(ledger))
     if not isinstance(native, Unavailable):
         return native, 1
     if isa is not None:

@@ -7,6 +7,7 @@ Invariants: without a compiler or a writable cache the answer is a value that sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from aengine.kernels.native.build import Unavailable, build, lack_of, machine_isas
@@ -26,17 +27,22 @@ __all__ = [
 
 
 def load_native_ops(
-    cache_dir: Path, threads: int, *, isa: str | None = None, compiler: str | None = None
+    cache_dir: Path,
+    threads: int,
+    *,
+    isa: str | None = None,
+    compiler: str | None = None,
+    on_compile: Callable[[], object] | None = None,
 ) -> NativeOps | Unavailable:
     """Build (or find) the kernels under `cache_dir` and open them with `threads` threads.
 
     `isa`: "avx512vnni", "avx512", "avx2vnni", "avx2", "portable" or None for the best this machine has. `compiler`: a
-    program name or path; None tries cc, gcc, clang. Takes some seconds the first time (11 s of processor time), 20 to
-    60 ms after that.
+    program name or path; None tries cc, gcc, clang. Takes some seconds the first time (11 s of processor time and more,
+    of which `on_compile` tells at the beginning), 20 to 60 ms after that.
     """
     if isa is not None and (lack := lack_of(isa)) is not None:
         return Unavailable(lack)
-    built = build(cache_dir, isas=None if isa is None else (isa,), compiler=compiler)
+    built = build(cache_dir, isas=None if isa is None else (isa,), compiler=compiler, on_compile=on_compile)
     if isinstance(built, Unavailable):
         return built
     try:

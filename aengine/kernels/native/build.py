@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +111,17 @@ def _machine_flags() -> set[str]:
     return next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
 
 
-def build(cache_dir: Path, *, isas: Sequence[str] | None = None, compiler: str | None = None) -> Built | Unavailable:
+def build(
+    cache_dir: Path,
+    *,
+    isas: Sequence[str] | None = None,
+    compiler: str | None = None,
+    on_compile: Callable[[], object] | None = None,
+) -> Built | Unavailable:
     """Return a library with the kernels for `isas`, compiling it if `cache_dir` does not hold it yet.
 
     `isas` None: the best of `machine_isas()` that the compiler knows, alone (about 5 s of compiling, shared by all
-    cores). `compiler` None: cc, gcc or clang.
+    cores). `compiler` None: cc, gcc or clang. `on_compile` is called before compiling, not when the library is there.
     """
     program = _find_compiler(compiler)
     if program is None:
@@ -124,19 +130,23 @@ def build(cache_dir: Path, *, isas: Sequence[str] | None = None, compiler: str |
     choices = [(isa,) for isa in machine_isas()] if isas is None else [tuple(sorted(isas, key=list(SETS).index))]
     failures: list[Unavailable] = []
     for sets in choices:
-        built = _build(cache_dir, program, sets)
+        built = _build(cache_dir, program, sets, on_compile)
         if isinstance(built, Built):
             return built
         failures.append(built)
     return failures[0]
 
 
-def _build(cache_dir: Path, program: str, sets: Sequence[str]) -> Built | Unavailable:
+def _build(
+    cache_dir: Path, program: str, sets: Sequence[str], on_compile: Callable[[], object] | None
+) -> Built | Unavailable:
     started = time.perf_counter()
     try:
         target = cache_dir / f"native-{_digest(program, sets)}.so"
         compiled = not target.exists()
         if compiled:
+            if on_compile is not None:
+                on_compile()
             cache_dir.mkdir(parents=True, exist_ok=True)
             _compile(program, sets, target)
         return Built(target, time.perf_counter() - started, compiled)
