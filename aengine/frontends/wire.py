@@ -154,12 +154,12 @@ ToFrontend = Welcome | State | Accepted | Refused | Outputs | Answer | Count | S
 def _plain(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} cannot cross")
+    raise TypeError(f"{type(value).__name__} cannot cross")
 
 
 def _rebuilt(kind: Any, value: Any) -> Any:
     if get_origin(kind) is not np.ndarray:
-        raise NotImplementedError(f"{kind} cannot cross")
+        raise TypeError(f"{kind} cannot cross")
     dtype, shape, data = value
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
