@@ -170,8 +170,10 @@ def test_extremes_do_not_saturate(ops: NativeOps, bits: int, code: int, precise:
     x[5, :32] *= -1
     expected = (x.double() @ codes.double().T).float()
     for rows in (1, 8):
-        near = 1e-7 * float(expected.abs().max())  # what a sum that comes to zero keeps of its terms
-        torch.testing.assert_close(ops.linear(x[:rows], w), expected[:rows], rtol=1e-6, atol=near)
+        got, want = ops.linear(x[:rows], w), expected[:rows]
+        zero = want == 0  # terms that cancel in the oracle's order need not in another
+        torch.testing.assert_close(got[~zero], want[~zero], rtol=1e-6, atol=0)
+        assert (got[zero].abs() <= 1e-7 * expected.abs().max()).all()
         assert torch.equal(ops.linear(x[:rows] * 0, w), torch.zeros(rows, 17))
 
 
