@@ -19,7 +19,7 @@ import numpy as np
 
 from aengine.memory import Full, GroupSpec, Lifetime, Pool, State, plan
 from aengine.prefix_cache import Lease, MediaItem, PrefixCache
-from aengine.scheduler.scheduler import SPARE_LARGE
+from aengine.scheduler.pages import SPARE_LARGE
 
 PAGE = 16
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aengine.scheduler.pages import grow, try_grow
 from aengine.scheduler.plan_builder import PlanBuilder
 from aengine.scheduler.recurrent import draft_room
 from aengine.types import Bools, Int32s, Int64s, TableDelta
@@ -94,7 +95,7 @@ def _grow_decode(scheduler: Scheduler, slot: int, build: PlanBuilder) -> bool:
         return False
     sequence = scheduler.at(slot)
     upto = int(scheduler.columns.scheduled[slot]) + 1
-    if scheduler.grow(sequence, upto, build) is None:
+    if grow(scheduler, sequence, upto, build) is None:
         return False
     build.pin(slot)  # growth may have published a page that this row fills, or an item or a state that it computes
     return True
@@ -118,7 +119,7 @@ def _plan_drafts(scheduler: Scheduler, slots: Int64s, build: PlanBuilder) -> Int
             plain.append(slot)
             continue
         drafts = scheduler.drafter.propose(c.tokens[slot, :known], most)
-        if not len(drafts) or scheduler.try_grow(sequence, known + len(drafts), build.step, len(drafts)).short:
+        if not len(drafts) or try_grow(scheduler, sequence, known + len(drafts), build.step, len(drafts)).short:
             plain.append(slot)
             continue
         scheduler.drafted_tokens += len(drafts)

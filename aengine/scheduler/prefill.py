@@ -16,6 +16,7 @@ import numpy as np
 
 from aengine.scheduler.chunks import share_budget
 from aengine.scheduler.media import media_items
+from aengine.scheduler.pages import grow, tell
 from aengine.scheduler.recurrent import ready_rows
 from aengine.types import SlotSetup
 
@@ -56,7 +57,7 @@ def _plan_chunk(scheduler: Scheduler, sequence: Sequence, share: int, build: Pla
     while True:
         start = int(c.scheduled[slot])
         upto = min(start + share, known, sequence.lease.next_boundary(start))
-        grown = scheduler.grow(sequence, upto, build)
+        grown = grow(scheduler, sequence, upto, build)
         if grown is None:
             return
         if grown.start < upto:
@@ -135,7 +136,7 @@ def _start(scheduler: Scheduler, sequence: Sequence, lease: Lease) -> None:
     scheduler.keys.insert(at, sequence.key)
     scheduler.order = np.concatenate([scheduler.order[:at], [slot], scheduler.order[at:]])
     scheduler.setups.append(_setup(scheduler, sequence))
-    scheduler.tell(slot, lease.deltas())
+    tell(scheduler, slot, lease.deltas())
     scheduler.media.start(slot, sequence.request, lease)
     if not sequence.admitted:
         sequence.admitted = True

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable
-from operator import add
 
 import msgspec
 import numpy as np
 
 from aengine.memory import Fence
-from aengine.prefix_cache import Grown, Lease, PrefixCache, TablePart
+from aengine.prefix_cache import Lease, PrefixCache
 from aengine.scheduler.columns import Columns
 from aengine.scheduler.decode import plan_decodes
 from aengine.scheduler.drafts import Drafter
 from aengine.scheduler.matcher import Matcher
 from aengine.scheduler.media import MediaBook
 from aengine.scheduler.pacing import Pacer, observe
+from aengine.scheduler.pages import compact, spare_large
 from aengine.scheduler.plan_builder import PlanBuilder
 from aengine.scheduler.prefill import plan_prefills
 from aengine.scheduler.recurrent import has_state
@@ -35,7 +34,6 @@ from aengine.types import (
     FinishReason,
     Int32s,
     Int64s,
-    PageMove,
     Request,
     SlotSetup,
     StepOutputs,
@@ -43,9 +41,6 @@ from aengine.types import (
     StepResult,
     TableDelta,
 )
-
-SPARE_LARGE = 4  # large pages kept in reserve by moving pages together, before they are short
-SPARE_SHARE = 32  # but at most one in so many
 
 
 class SchedulerStats(msgspec.Struct, frozen=True):
@@ -93,14 +88,14 @@ class Scheduler:
         self.recurrent = has_state(cache)
         self._step = 0
         self._in_flight: deque[StepPlan] = deque()
-        self._by_handle: dict[int, Sequence] = {}
+        self.by_handle: dict[int, Sequence] = {}
         self.by_slot: list[Sequence | None] = [None] * max_seqs
         self.lease_of: list[Lease | None] = [None] * max_seqs
         self.free_slots = list(range(max_seqs - 1, -1, -1))
         self._slot_fence: Fence[int] = Fence()
         self.keys: list[tuple[int, int]] = []  # of running sequences, oldest first
         self.order: Int64s = np.zeros(0, np.int64)  # their slots
-        self._leaving: list[Sequence] = []  # aborted, void or to be preempted, once out of flight
+        self.leaving: list[Sequence] = []  # aborted, void or to be preempted, once out of flight
         self._preemptions = 0
         self.drafted_tokens = 0
         self.room_version = 0  # grows when pages or slots may have become free
@@ -109,8 +104,8 @@ class Scheduler:
         self.setups: list[SlotSetup] = []
         self._zero: list[int] = []
         self.lacking = False  # a running sequence got no pages in the plan being made
-        self._large_lacking = 0  # large pages that such sequences need
-        self._spare_large = min(SPARE_LARGE, cache.pool.plan.usable // SPARE_SHARE)
+        self.large_lacking = 0  # large pages that such sequences need
+        self.spare_large = spare_large(cache.pool.plan.usable)
         self.media = MediaBook(cache.item_groups)
 
     # ---- verbs
@@ -118,16 +113,16 @@ class Scheduler:
     def submit(self, request: Request, matcher: Matcher | None = None) -> None:
         """Queue a request. The caller checked that it fits the pool (`cache.fits`). `matcher` rules its output."""
         sequence = Sequence(request, matcher)
-        self._by_handle[request.handle] = sequence
+        self.by_handle[request.handle] = sequence
         self.waiting.push(sequence)
 
     def abort(self, handle: int) -> None:
         """Flag a request; it is released by the next plan or commit that finds it out of flight."""
-        sequence = self._by_handle.get(handle)
+        sequence = self.by_handle.get(handle)
         if sequence is None or sequence.aborted:
             return
         sequence.aborted = True
-        self._leaving.append(sequence)
+        self.leaving.append(sequence)
         if sequence.slot >= 0:
             self.columns.pause(sequence.slot, mute=True)
 
@@ -146,11 +141,11 @@ class Scheduler:
 
     def _begin(self) -> PlanBuilder:
         self._settle()
-        self.lacking, self._large_lacking = False, 0
+        self.lacking, self.large_lacking = False, 0
         return PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
 
     def _built(self, build: PlanBuilder) -> StepPlan | None:
-        moves = self._compact(build.step)
+        moves = compact(self, build.step)
         self._zero.extend(self.cache.pool.drain_retyped())
         plan = build.build(self.tables, self.setups, self._zero, self.media.pending, moves)
         if plan is None:
@@ -212,7 +207,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._by_handle)
+        return bool(self.by_handle)
 
     @property
     def in_flight(self) -> int:
@@ -234,94 +229,24 @@ class Scheduler:
 
     def oldest(self) -> int | None:
         """Handle of the oldest unfinished request: what a watchdog names when nothing moves."""
-        return min(self._by_handle, default=None)
+        return min(self.by_handle, default=None)
 
     def positions(self) -> tuple[Int64s, Int32s]:
         """(handle or -1, positions computed) by slot, copied: who of the running ones has moved since the last call."""
         return self.columns.handle.copy(), self.columns.computed.copy()
 
     def sequence(self, handle: int) -> Sequence | None:
-        return self._by_handle.get(handle)
+        return self.by_handle.get(handle)
 
-    # ---- pages
+    # ---- leaving
 
-    def grow(self, sequence: Sequence, upto: int, build: PlanBuilder) -> Grown | None:
-        """Pages for positions below `upto`, making room from younger sequences if need be; None: not this step."""
-        while True:
-            grown = self.try_grow(sequence, upto, build.step)
-            if not grown.short:
-                return grown
-            if not self._make_room(sequence, grown.need, build):
-                self.lacking = True
-                self._large_lacking += self.cache.pool.large_needed(grown.need)
-                return None
-
-    def try_grow(self, sequence: Sequence, upto: int, step: int, drafts: int = 0) -> Grown:
-        c, slot = self.columns, sequence.slot
-        assert sequence.lease is not None
-        start, known = int(c.scheduled[slot]), int(c.known[slot])
-        grown = self.cache.grow(sequence.lease, upto, step, known, start=start, drafts=drafts)
-        self.tell(slot, grown.deltas)
-        self.media.grown(slot, grown)
-        c.capacity[slot] = sequence.lease.capacity_tokens
-        return grown
-
-    def tell(self, slot: int, parts: Iterable[TablePart]) -> None:
-        """Table entries for the next plan. Pages of media items are placed, not tabulated."""
-        for group, first, pages in parts:
-            if group not in self.media.groups:
-                self.tables.append(TableDelta.run(slot, group, first, pages))
-
-    def _make_room(self, sequence: Sequence, need: tuple[int, ...], build: PlanBuilder) -> bool:
-        """Preempt younger sequences for `need` pages per group; True when some were freed at once.
-
-        What the fence will give back, and what moving pages together gives, is worth waiting for. A victim in flight is
-        only held out of this step: it can be preempted when its last step has retired.
-        """
-        pool = self.cache.pool
-        less = (0,) * len(need)
-        freed = False
-        for slot in self.order[::-1].tolist():
-            victim = self.at(slot)
-            if victim.key <= sequence.key or pool.packs(need, less):
-                break
-            assert victim.lease is not None
-            if build.has_row(slot):  # a draft row of this very step: it goes when the step has retired
-                less = tuple(map(add, less, self.cache.reclaimable_pages(victim.lease)))
-                self.columns.pause(slot)
-                self._leaving.append(victim)
-                continue
-            build.hold(slot)
-            if self.columns.last_step[slot] <= self.retired:
-                self._preempt(victim)
-                freed = True
-            else:
-                less = tuple(map(add, less, self.cache.reclaimable_pages(victim.lease)))
-        return freed
-
-    def _compact(self, step: int) -> tuple[PageMove, ...]:
-        """Empty large pages before they are short: to have a few in reserve, and what sequences lack now."""
-        pool = self.cache.pool
-        wanted = max(self._spare_large, self._large_lacking) - pool.spare.count
-        if wanted <= 0 or not pool.movable:
-            return ()
-        compaction = self.cache.compact(step, wanted)
-        for lease, (group, first, pages) in compaction.tables:
-            if group not in self.media.groups:
-                self.tables.append(TableDelta.run(self._by_handle[lease.handle].slot, group, first, pages))
-        for lease, group, item in compaction.items:
-            sequence = self._by_handle[lease.handle]
-            self.media.moved(sequence.slot, sequence.request, lease, group, item)
-        return tuple(PageMove(page.group, source, target) for page, source, target in compaction.moves)
-
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Give up slot and pages; what is known waits to be computed again. Not while it is in flight."""
         c, slot = self.columns, sequence.slot
         sequence.ids = c.tokens[slot, : c.known[slot]].copy()
         self._release(sequence)
         self._preemptions += 1
         self.waiting.push(sequence)
-
-    # ---- leaving
 
     def finish(
         self,
@@ -334,7 +259,7 @@ class Scheduler:
     ) -> None:
         """End a sequence: its one Finish, its one release. `keep` False: what its last step wrote is worthless."""
         sequence.finished = True
-        del self._by_handle[sequence.request.handle]
+        del self.by_handle[sequence.request.handle]
         if sequence.slot >= 0:
             self._release(sequence, keep=keep)
         else:
@@ -344,7 +269,7 @@ class Scheduler:
 
     def _retract_row(self, plan: StepPlan, row: int) -> tuple[int, ...]:
         """A row failed alone: take back what it published; returns who already shares pages it should have written."""
-        sequence = self._by_handle.get(int(plan.handles[row]))
+        sequence = self.by_handle.get(int(plan.handles[row]))
         if sequence is None or sequence.lease is None or sequence.slot != plan.slots[row]:
             return ()  # a zombie row
         return self.cache.retract(plan.step, sequence.lease)
@@ -377,18 +302,18 @@ class Scheduler:
 
     def _void(self, handle: int) -> None:
         """Discard what is in flight for a sequence that read a failed step's pages, then recompute it."""
-        sequence = self._by_handle.get(handle)
+        sequence = self.by_handle.get(handle)
         if sequence is None or sequence.slot < 0 or self.columns.mute[sequence.slot]:
             return
         self.columns.pause(sequence.slot, mute=True)
-        self._leaving.append(sequence)
+        self.leaving.append(sequence)
 
     def _settle(self) -> None:
         """Let sequences go that are to leave and that no step in flight names."""
-        if not self._leaving:
+        if not self.leaving:
             return
         staying = []
-        for sequence in self._leaving:
+        for sequence in self.leaving:
             if sequence.finished:
                 continue
             if sequence.slot >= 0 and self.columns.last_step[sequence.slot] > self.retired:
@@ -396,8 +321,8 @@ class Scheduler:
             elif sequence.aborted:
                 self.finish(sequence, FinishReason.ABORT)
             elif sequence.slot >= 0:
-                self._preempt(sequence)
-        self._leaving = staying
+                self.preempt(sequence)
+        self.leaving = staying
 
     def _oldest_in_flight(self, step: int) -> StepPlan:
         plan = self._in_flight.popleft()

@@ -33,9 +33,9 @@ def sleep_on_the_loop(seconds: float) -> None:
 async def test_a_blocked_loop_is_seen_from_outside(sim: Sim, caplog: pytest.LogCaptureFixture) -> None:
     async with engine(sim) as made:
         faults(made.metrics)  # imports what it needs
-        assert made._loop_watch is not None
-        made._loop_watch.close()
-        made._loop_watch = LoopWatch(blocked_s=0.15, look_every_s=0.03)
+        assert made._running is not None
+        made._running.vitals.loop_watch.close()
+        made._running.vitals.loop_watch = LoopWatch(blocked_s=0.15, look_every_s=0.03)
         seen = []
         asker = threading.Timer(0.25, lambda: seen.append(made.health()))
         asker.start()
@@ -113,8 +113,8 @@ async def test_a_whole_engine_names_the_step_that_hangs(
     sim: Sim, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aengine.engine.watchdog.OVERDUE_S", 0.2)
-    monkeypatch.setattr("aengine.engine.async_engine.LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr("aengine.engine.async_engine.STALL_S", 0.2)
+    monkeypatch.setattr("aengine.engine.vitals.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("aengine.engine.vitals.STALL_S", 0.2)
     sim.executor_type = Slow
     async with engine(sim) as made:
         task = asyncio.create_task(last(made, [1, 2], GREEDY, request_id="the-one"))

@@ -44,7 +44,7 @@ async def answers(made: AsyncEngine, n: int, params: SamplingParams = GREEDY) ->
 async def test_stages_add_up_to_wall_time_at_work(sim: Sim) -> None:
     sim.step_s = 0.002
     async with engine(sim) as made:
-        clock = made._timeline.clock  # type: ignore[union-attr]
+        clock = made._running.timeline.clock  # type: ignore[union-attr]
         before, began_s = clock.totals(), time.perf_counter()
         await answers(made, 16)
         after, wall_s = clock.totals(), time.perf_counter() - began_s
@@ -66,7 +66,7 @@ async def test_idle_time_is_the_modelled_device_s_own(sim: Sim, depth: int, mult
         await asyncio.sleep(0.02)
         await answers(made, 4)
         (device,) = Modelled.made
-        clock = made._timeline.device  # type: ignore[union-attr]
+        clock = made._running.timeline.device  # type: ignore[union-attr]
         idle_s = clock.idle_s(0.0)  # at the first step's time: nothing is added for the idle present
         assert sum(idle_s.values()) == pytest.approx(device.occupancy.idle_s, abs=1e-6)
         assert clock.busy_s == pytest.approx(device.occupancy.busy_s)

@@ -140,7 +140,7 @@ async def test_a_lost_front_end_costs_only_its_own_requests(sim: Sim) -> None:
         home.pipes[0].cut()
         assert await home.serving[0] == 3
         no_rows = StepOutputs(0, admitted=[Admitted(10**9, 0)])
-        await home.host._core.outputs.put(no_rows)  # type: ignore[union-attr]
+        await home.host._running.core.outputs.put(no_rows)  # type: ignore[union-attr]
         for stream in gone:
             with pytest.raises(EngineDead):
                 await read(stream)
@@ -211,7 +211,7 @@ async def test_a_dead_engine_ends_all_streams_and_says_why(sim: Sim) -> None:
         (front,) = home.fronts
         stream = front.submit([5], LONG, request_id="a")
         await anext(stream)
-        home.host._core.scheduler.commit = None  # type: ignore[union-attr, method-assign, assignment]
+        home.host._running.core.scheduler.commit = None  # type: ignore[union-attr, method-assign, assignment]
         with pytest.raises(EngineDead):
             await read(stream)
         assert front.phase == "dead"
