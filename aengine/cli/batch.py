@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 RETRIES = 5  # of a request that the server was too busy for, or did not answer
+FAULT_RETRIES = 1  # of a request that the server failed at: its own fault, and likely again
 RETRY_S = 1.0  # before the first; doubles, unless the server says when
 REMOTE_CONCURRENCY = 64
 TIMEOUT_S = 3600.0
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if source.absolute() == target.absolute():
         raise UsageError(f"{source} is both input and output")
     requests = read_requests(source)
-    done = answered(target)
+    kept = answered(target)
+    done = {request.custom_id: kept[request.custom_id] for request in requests if request.custom_id in kept}
     left = [request for request in requests if request.custom_id not in done]
     slots = config.engine.scheduler.max_num_seqs
     at_once = args.concurrency or (REMOTE_CONCURRENCY if args.url else 2 * slots)
@@ -84,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{len(requests)} requests: {len(requests) - failed} answered, {failed} failed"
         + (f" ({len(done)} of them in an earlier run)" if done else "")
-        + f"; answers in {target}",
+        + f"; answers in {target}"
+        + (f", beside {others} to other requests" if (others := len(kept) - len(done)) else ""),
         file=sys.stderr,
     )
     return 1 if failed else 0
@@ -132,15 +135,16 @@ class Batch:
 
 
 async def _ask(session: aiohttp.ClientSession, request: BatchRequest) -> BatchAnswer:
-    """The server's answer; a busy or silent server is asked again."""
+    """The server's answer; a busy or silent server is asked again, one that failed once more."""
     wait_s = RETRY_S
-    answer, told_s = await _ask_once(session, request)
-    for _ in range(RETRIES):
-        if answer.final:
+    faults = 0
+    for left in reversed(range(RETRIES + 1)):
+        answer, told_s = await _ask_once(session, request)
+        faults += answer.fault
+        if answer.final or faults > FAULT_RETRIES or not left:
             break
         await asyncio.sleep(told_s or wait_s)
         wait_s *= 2
-        answer, told_s = await _ask_once(session, request)
     return answer
 
 

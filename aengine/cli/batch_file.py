@@ -55,8 +55,17 @@ class BatchAnswer(msgspec.Struct, frozen=True):
     @property
     def final(self) -> bool:
         """Whether asking again would be answered the same: a success, or what the request asks for."""
-        status = 0 if self.response is None else self.response.status_code
-        return status in (200, 501) or (400 <= status < 500 and status != 429)
+        return self.status in (200, 501) or (400 <= self.status < 500 and self.status != 429)
+
+    @property
+    def fault(self) -> bool:
+        """Whether the server failed at this request, rather than having no room or no time for it."""
+        return self.status == 500
+
+    @property
+    def status(self) -> int:
+        """0: nothing was answered."""
+        return 0 if self.response is None else self.response.status_code
 
 
 _decode_request = msgspec.json.Decoder(BatchRequest).decode

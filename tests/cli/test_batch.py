@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -91,15 +92,39 @@ def test_a_failed_request_says_why_and_the_others_go_on(tmp_path, server):
 
 def test_a_busy_server_is_asked_again(tmp_path, server, monkeypatch):
     monkeypatch.setattr(batch, "RETRY_S", 0.0)
-    server.script = {"busy": [(429, {}), (503, {})], "never": [(500, {})] * 99, "unknown": [(501, {})]}
+    never = {"broken": [(500, {})] * 99, "full": [(503, {})] * 99}
+    server.script = {"busy": [(429, {}), (500, {}), (503, {})], "unknown": [(501, {})], **never}
     source = tmp_path / "in.jsonl"
-    source.write_text(line("a", key="busy") + line("b", key="never") + line("c", key="unknown"))
+    source.write_text("".join(line(key, key=key) for key in server.script))
     assert run(source, server) == 1
     answers = read(tmp_path / "in.out.jsonl")
-    assert answers["a"]["response"]["status_code"] == 200
-    assert answers["b"]["response"]["status_code"] == 500
-    assert sum(body.get("key") == "never" for body in server.asked) == 1 + batch.RETRIES
-    assert answers["c"]["response"]["status_code"] == 501  # what the server cannot do it cannot do later
+    assert {key: answer["response"]["status_code"] for key, answer in answers.items()} == {
+        "busy": 200,
+        "unknown": 501,
+        "broken": 500,
+        "full": 503,
+    }
+    times = Counter(body["key"] for body in server.asked)
+    assert times == {
+        "busy": 4,
+        "unknown": 1,  # what the server cannot do it cannot do later
+        "broken": 1 + batch.FAULT_RETRIES,
+        "full": 1 + batch.RETRIES,
+    }
+
+
+def test_answers_to_requests_of_another_file_are_kept_and_not_counted(tmp_path, server, capsys):
+    first, second, target = tmp_path / "first.jsonl", tmp_path / "second.jsonl", tmp_path / "answers.jsonl"
+    first.write_text(line("a") + line("bad", key="bad"))
+    second.write_text(line("a") + line("b") + line("c"))
+    server.script = {"bad": [(400, {})]}
+    assert run(first, server, "-o", str(target)) == 1
+    capsys.readouterr()
+    assert run(second, server, "-o", str(target)) == 0
+    told = capsys.readouterr().err
+    assert "3 requests: 3 answered, 0 failed (1 of them in an earlier run)" in told
+    assert "beside 1 to other requests" in told
+    assert set(read(target)) == {"a", "bad", "b", "c"}
 
 
 def test_a_path_before_v1_is_kept(tmp_path, server):

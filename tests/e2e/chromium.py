@@ -1,4 +1,7 @@
-"""A headless Chromium driven over its DevTools protocol: enough to use a page as a person does."""
+"""A headless Chromium driven over its DevTools protocol: enough to use a page as a person does.
+
+Invariants: after `go`, `open` and `reload` expressions are evaluated in the new document, never in the one before.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +43,27 @@ def browser() -> str | None:
 class Page:
     """One tab. `requested`: the addresses it asked for; `faults`: what it logged as errors or threw."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, target: str = "") -> None:
         self._socket = socket
+        self._target = target  # also the id of its main frame
         self._next = 0
         self.requested: list[str] = []
         self.faults: list[str] = []
+        self._loaded: set[str] = set()  # the tab's documents (their loaders' ids) that came to their load event
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._next += 1
         await self._socket.send_json({"id": self._next, "method": method, "params": params})
         while True:
-            message = await self._socket.receive_json(timeout=60)
-            self._note(message.get("method"), message.get("params", {}))
+            message = await self._next_message()
             if message.get("id") == self._next:
                 assert "error" not in message, message
                 return dict(message["result"])
+
+    async def _next_message(self) -> dict[str, Any]:
+        message: dict[str, Any] = await self._socket.receive_json(timeout=60)
+        self._note(message.get("method"), message.get("params", {}))
+        return message
 
     def _note(self, method: str | None, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
@@ -63,6 +72,8 @@ class Page:
             self.faults.append(str(params["exceptionDetails"]))
         elif method == "Log.entryAdded" and params["entry"]["source"] == "security":
             self.faults.append(params["entry"]["text"])
+        elif method == "Page.lifecycleEvent" and (params["frameId"], params["name"]) == (self._target, "load"):
+            self._loaded.add(params["loaderId"])
 
     async def js(self, expression: str) -> Any:
         answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -75,9 +86,23 @@ class Page:
             while not await self.js(f"Boolean({expression})"):
                 await asyncio.sleep(0.02)
 
+    async def go(self, url: str) -> None:
+        """Another document, loaded."""
+        loader = (await self.call("Page.navigate", url=url))["loaderId"]
+        while loader not in self._loaded:
+            await self._next_message()
+
+    async def reload(self) -> None:
+        """The same address again, loaded. A condition that holds in the old document says nothing of the new one."""
+        old = (await self.call("Page.getFrameTree"))["frameTree"]["frame"]["loaderId"]
+        seen = self._loaded | {old}
+        await self.call("Page.reload")
+        while self._loaded <= seen:
+            await self._next_message()
+
     async def open(self, url: str, state: str = "ready") -> None:
         """The chat page, once it shows that state of the server."""
-        await self.call("Page.navigate", url=url)
+        await self.go(url)
         await self.until(f"document.querySelector('#status')?.dataset.state === '{state}'")
 
     async def type(self, selector: str, text: str) -> None:
@@ -134,9 +159,10 @@ async def new_tab(port: int) -> AsyncIterator[Page]:
             created = await whole.call("Target.createTarget", url="about:blank", browserContextId=context)
             tab = f"ws://127.0.0.1:{port}/devtools/page/{created['targetId']}"
             async with session.ws_connect(tab, max_msg_size=0) as tab_socket:
-                page = Page(tab_socket)
+                page = Page(tab_socket, created["targetId"])
                 for domain in ("Page", "Network", "Runtime", "Log"):
                     await page.call(f"{domain}.enable")
+                await page.call("Page.setLifecycleEventsEnabled", enabled=True)
                 yield page
             await whole.call("Target.disposeBrowserContext", browserContextId=context)
 

@@ -48,7 +48,7 @@ class Script:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return error(Refusal(401, "missing or wrong API key"))
         if self.phase != "ready":
-            headers = {"x-aengine-phase": self.phase, "Retry-After": "5"}
+            headers = {"x-aengine-phase": self.phase, "Retry-After": "60"}
             return error(Refusal(503, f"the server is not ready yet (phase: {self.phase})", headers))
         return None
 

@@ -26,7 +26,7 @@ async def two_questions_in_the_page():
     _, url, _ = app.launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
     with running_browser() as port:
         async with new_tab(port) as page:
-            await page.call("Page.navigate", url=url)
+            await page.go(url)
             await page.until("document.querySelector('textarea')", 60)
             for i, question in enumerate(("Say hello.", "And goodbye."), start=1):
                 await page.type("textarea", question)
