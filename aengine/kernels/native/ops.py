@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from aengine.errors import NotSupported
+from aengine.kernels.native.arguments import code, dense_int32, dense_last, kv_code, linear_args, packed_linear
 from aengine.kernels.native.cross import SeenItems
 from aengine.kernels.native.experts import PackedExperts
 from aengine.kernels.native.library import (
@@ -24,7 +25,6 @@ from aengine.kernels.native.library import (
     EMBED_ARGS,
     EMBED_PACKED_ARGS,
     GLU_ARGS,
-    LINEAR_ARGS,
     MUL_ARGS,
     OPERATIONS,
     PUT_ARGS,
@@ -40,62 +40,7 @@ from aengine.kernels.native.packed import CODES, PackedLinear, Packer
 from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
 from aengine.kernels.reference_cross import write_items
 
-_INT8_KV = 2
 _SILU, _GELU_TANH = 0, 1
-
-
-def _code_of(dtype: torch.dtype) -> int:
-    try:
-        return CODES[dtype]
-    except KeyError:
-        raise NotSupported(f"native kernels take float32 or bfloat16 tensors, not {dtype}") from None
-
-
-def _code(tensor: Tensor) -> int:
-    return _code_of(tensor.dtype)
-
-
-def _kv_code(kv: LayerKV) -> int:
-    if kv.k.dtype is not torch.int8:
-        return _code(kv.k)
-    if kv.k_scale is None or kv.v_scale is None or kv.k_scale.stride() != kv.v_scale.stride():
-        raise ValueError("int8 pages need k_scale and v_scale of equal strides")
-    return _INT8_KV
-
-
-def _dense_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _int32(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
-
-
-def packed_linear(w: Linear) -> PackedLinear:
-    if not isinstance(w.packed, PackedLinear):
-        raise TypeError("this weight was not prepared by NativeOps.prepare")
-    return w.packed
-
-
-def linear_args(
-    w: Linear, x: int, x_dtype: torch.dtype, x_stride: int, y: int, y_dtype: torch.dtype, rows: int
-) -> bytes:
-    """Packed arguments of `ae_linear`: x, y are addresses; y's rows are dense."""
-    packed = packed_linear(w)
-    return LINEAR_ARGS.pack(
-        x,
-        _code_of(x_dtype),
-        x_stride,
-        packed.block.address,
-        packed.dtype,
-        packed.bias_address,
-        y,
-        _code_of(y_dtype),
-        packed.out_features,
-        rows,
-        packed.in_features,
-        packed.out_features,
-    )
 
 
 class NativeOps:
@@ -138,7 +83,7 @@ class NativeOps:
         return self._project(x, w, torch.float32)
 
     def _project(self, x: Tensor, w: Linear, dtype: torch.dtype) -> Tensor:
-        x = _dense_last(x)
+        x = dense_last(x)
         rows, in_features = x.shape
         if in_features != packed_linear(w).in_features:
             raise ValueError(f"x has {in_features} features, the weight takes {packed_linear(w).in_features}")
@@ -161,13 +106,13 @@ class NativeOps:
     # ---- rows and elements ----
 
     def embed(self, table: Tensor | Linear, ids: Tensor) -> Tensor:
-        ids = _int32(ids)
+        ids = dense_int32(ids)
         if isinstance(table, Linear):
             return self._embed_packed(packed_linear(table), ids, table.weight.dtype)
         table = table.contiguous()
         rows, dim = ids.shape[0], table.shape[1]
         out = self._new((rows, dim), table.dtype)
-        args = EMBED_ARGS.pack(table.data_ptr(), _code(table), ids.data_ptr(), out.data_ptr(), rows, dim)
+        args = EMBED_ARGS.pack(table.data_ptr(), code(table), ids.data_ptr(), out.data_ptr(), rows, dim)
         self._run("embed", args)
         return out
 
@@ -184,7 +129,7 @@ class NativeOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dim() > 3:
             x = x.contiguous()
-        x = _dense_last(x)
+        x = dense_last(x)
         dim = x.shape[-1]
         if x.dim() == 3:
             inner, stride0, stride1 = x.shape[1], x.stride(0), x.stride(1)
@@ -194,7 +139,7 @@ class NativeOps:
         rows = out.numel() // dim
         args = RMS_NORM_ARGS.pack(
             x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
-            _code(x), _code(weight), rows, inner, stride0, stride1, dim, eps,
+            code(x), code(weight), rows, inner, stride0, stride1, dim, eps,
         )  # fmt: skip
         self._run("rms_norm", args)
         return out
@@ -209,8 +154,8 @@ class NativeOps:
             weight.data_ptr(),
             out.data_ptr(),
             total.data_ptr(),
-            _code(x),
-            _code(weight),
+            code(x),
+            code(weight),
             x.numel() // dim,
             1,
             dim,
@@ -224,20 +169,20 @@ class NativeOps:
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = x.contiguous(), y.contiguous()
         out = self._new(x.shape, x.dtype)
-        self._run("add", ADD_ARGS.pack(x.data_ptr(), y.data_ptr(), out.data_ptr(), _code(x), x.numel(), 0.0))
+        self._run("add", ADD_ARGS.pack(x.data_ptr(), y.data_ptr(), out.data_ptr(), code(x), x.numel(), 0.0))
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         x = x.contiguous()
         out = self._new(x.shape, x.dtype)
-        self._run("add", ADD_ARGS.pack(x.data_ptr(), 0, out.data_ptr(), _code(x), x.numel(), factor))
+        self._run("add", ADD_ARGS.pack(x.data_ptr(), 0, out.data_ptr(), code(x), x.numel(), factor))
         return out
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
-        x, y = _dense_last(x), _dense_last(y)
+        x, y = dense_last(x), dense_last(y)
         out = self._new(x.shape, x.dtype)
         args = MUL_ARGS.pack(
-            x.data_ptr(), y.data_ptr(), out.data_ptr(), _code(x), *x.shape, x.stride(0), y.stride(0)
+            x.data_ptr(), y.data_ptr(), out.data_ptr(), code(x), *x.shape, x.stride(0), y.stride(0)
         )  # fmt: skip
         self._run("mul", args)
         return out
@@ -251,7 +196,7 @@ class NativeOps:
         args = SHORT_CONV_ARGS.pack(
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), before.data_ptr(),
             pages.data_ptr(), tables.data_ptr(), batch.row_offsets.data_ptr(),
-            _code(x), _code(pages), pages.stride(0), tables.stride(0), rows, dim, taps,
+            code(x), code(pages), pages.stride(0), tables.stride(0), rows, dim, taps,
         )  # fmt: skip
         self._run("short_conv", args)
         return out
@@ -263,10 +208,10 @@ class NativeOps:
         return self._gated(gate_up, _GELU_TANH)
 
     def _gated(self, gate_up: Tensor, act: int) -> Tensor:
-        gate_up = _dense_last(gate_up)
+        gate_up = dense_last(gate_up)
         rows, features = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._new((rows, features), gate_up.dtype)
-        args = GLU_ARGS.pack(gate_up.data_ptr(), out.data_ptr(), _code(gate_up), act, rows, features, gate_up.stride(0))
+        args = GLU_ARGS.pack(gate_up.data_ptr(), out.data_ptr(), code(gate_up), act, rows, features, gate_up.stride(0))
         self._run("glu", args)
         return out
 
@@ -276,7 +221,7 @@ class NativeOps:
     # ---- attention ----
 
     def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
-        x, positions = _dense_last(x), _int32(positions)
+        x, positions = dense_last(x), dense_int32(positions)
         rows, heads, head_dim = x.shape
         out = self._new((rows, heads, head_dim), x.dtype)
         args = ROPE_ARGS.pack(
@@ -285,7 +230,7 @@ class NativeOps:
             positions.data_ptr(),
             table.cos.data_ptr(),
             table.sin.data_ptr(),
-            _code(x),
+            code(x),
             rows,
             heads,
             head_dim,
@@ -297,12 +242,12 @@ class NativeOps:
         return out
 
     def scale_positions(self, x: Tensor, positions: Tensor, factors: Tensor) -> Tensor:
-        x, positions = _dense_last(x), _int32(positions)
+        x, positions = dense_last(x), dense_int32(positions)
         rows, heads, head_dim = x.shape
         out = self._new(x.shape, x.dtype)
         args = SCALE_POSITIONS_ARGS.pack(
             x.data_ptr(), out.data_ptr(), positions.data_ptr(), factors.data_ptr(),
-            _code(x), rows, heads, head_dim, x.stride(0), x.stride(1),
+            code(x), rows, heads, head_dim, x.stride(0), x.stride(1),
         )  # fmt: skip
         self._run("scale_positions", args)
         return out
@@ -315,7 +260,7 @@ class NativeOps:
             packed = self._experts[id(experts)] = PackedExperts(experts, x.dtype, *tables)
         workspaces = [self._new((len(x), *shape), dtype) for shape, dtype in packed.workspaces]
         out = self._new(x.shape, x.dtype)
-        args = packed.args(x.data_ptr(), scores.data_ptr(), out.data_ptr(), _code(x), len(x), workspaces)
+        args = packed.args(x.data_ptr(), scores.data_ptr(), out.data_ptr(), code(x), len(x), workspaces)
         self._run("mixture", args)
         return out
 
@@ -329,13 +274,13 @@ class NativeOps:
         kv, seen = batch.kv[spec.layer], self._seen
         if seen is None or seen.cross is not batch.cross or seen.page_tokens != kv.page_tokens:
             seen = self._seen = SeenItems.of(batch.cross, kv.page_tokens)
-        return self._attend(_dense_last(q), None, None, spec, kv, seen.rows, None, seen.items)
+        return self._attend(dense_last(q), None, None, spec, kv, seen.rows, None, seen.items)
 
     def write_items(self, k: Tensor, v: Tensor, kv: LayerKV, pages: Tensor) -> None:
         write_items(k, v, kv, pages)
 
     def take(self, x: Tensor, tokens: Tensor) -> Tensor:
-        x, tokens = _dense_last(x), tokens.contiguous()
+        x, tokens = dense_last(x), tokens.contiguous()
         out = self._new((len(tokens), x.shape[1]), x.dtype)
         size = x.element_size()
         args = TAKE_ARGS.pack(
@@ -367,7 +312,7 @@ class NativeOps:
         if rope is not None:
             q, k = self.rope(q, batch.positions, rope), self.rope(k, batch.positions, rope)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        q, k, v = _dense_last(q), _dense_last(k), _dense_last(v)
+        q, k, v = dense_last(q), dense_last(k), dense_last(v)
         if k.dtype is not q.dtype or v.dtype is not q.dtype:
             raise NotSupported(f"q, k, v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
         tables = batch.tables[spec.group]
@@ -394,8 +339,8 @@ class NativeOps:
         out = self._new((q.shape[0], spec.heads * spec.head_dim), q.dtype)
         args = ATTENTION_ARGS.pack(
             q.data_ptr(), 0 if k is None else k.data_ptr(), 0 if v is None else v.data_ptr(), out.data_ptr(),
-            _code(q), q.stride(0), q.stride(1), *next(new), *next(new), kv.k.data_ptr(), kv.v.data_ptr(),
-            _kv_code(kv), *kv.k.stride()[:3], *kv.v.stride()[:3], kv.k.shape[1], *rows,
+            code(q), q.stride(0), q.stride(1), *next(new), *next(new), kv.k.data_ptr(), kv.v.data_ptr(),
+            kv_code(kv), *kv.k.stride()[:3], *kv.v.stride()[:3], kv.k.shape[1], *rows,
             spec.heads, spec.kv_heads, spec.head_dim, spec.window, spec.chunk,
             spec.scale, spec.softcap, 0 if sinks is None else sinks.data_ptr(),
             0 if k_scale is None else k_scale.data_ptr(), 0 if v_scale is None else v_scale.data_ptr(),
