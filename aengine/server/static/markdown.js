@@ -1,12 +1,14 @@
 /* Markdown while it grows.
-   Owns: the parser's and the sanitiser's settings, blocks of code with their bar.
-   Invariants: nothing from a model becomes an element except through DOMPurify with the short lists below; HTML in an
-   answer is shown as text; images are shown as links, so no address in an answer is ever fetched. While text is only
-   appended, finished blocks are neither parsed nor drawn again. */
+   Owns: the parser's and the sanitiser's settings, blocks of code with their bar, what parts a text consists of.
+   Invariants: nothing from a model becomes an element except through DOMPurify with the short lists below, save the
+   empty elements that `part` names; HTML in an answer is shown as text; images are shown as links, so no address in an
+   answer is ever fetched. While text is only appended, finished blocks are neither parsed nor drawn again, and of an
+   unfinished list, table, quotation or paragraph only the items, rows and runs of text that changed are drawn. */
 
 import { Marked } from "./vendor/marked.esm.js";
 import "./vendor/purify.min.js";
 import { copy, el } from "./dom.js";
+import { show } from "./parts.js";
 
 const purify = window.DOMPurify;
 const ALLOWED = {
@@ -40,16 +42,14 @@ const marked = new Marked({
 
 // Text still to come can change the kind of the last blocks (a line under a paragraph makes it a heading).
 const UNSETTLED = 3;
+const RUN = 16; // pieces of a paragraph's text that are drawn together
+const DEPTH = 8; // what is nested deeper is drawn as one part: the browser's own parser bounds how deep elements go
 
 export class Markdown {
   constructor(box) {
     this.box = box;
-    this._begin();
-  }
-
-  _begin() {
+    this._kept = [];
     this._settled = ""; // text whose blocks stay as they are
-    this._drawn = []; // per child of the box: what it was made from
     this._settledBlocks = 0;
   }
 
@@ -58,63 +58,112 @@ export class Markdown {
     const text = source.replace(/\r\n?/g, "\n"); // as the parser does, so that lengths agree
     if (whole || !text.startsWith(this._settled)) { this._settled = ""; this._settledBlocks = 0; }
     const tokens = lex(text.slice(this._settled.length));
-    const from = this._settledBlocks;
-    const visible = tokens.filter(({ type }) => type !== "space" && type !== "def");
-    visible.forEach((token, i) => this._show(from + i, token));
-    while (this.box.children.length > from + visible.length) this.box.lastChild.remove();
-    this._drawn.length = from + visible.length;
+    show(this.box, this._kept, tokens.filter(visible).map(topPart), this._settledBlocks);
     if (!whole) this._settle(tokens);
   }
 
   _settle(tokens) {
     for (const token of tokens.slice(0, Math.max(0, tokens.length - UNSETTLED))) {
       this._settled += token.raw;
-      if (token.type !== "space" && token.type !== "def") this._settledBlocks += 1;
+      if (visible(token)) this._settledBlocks += 1;
     }
-  }
-
-  _show(at, token) {
-    const html = rendered(token);
-    if (this._drawn[at] === html) return;
-    const old = this.box.children[at];
-    // A long block of code grows by its new characters alone, which also keeps a selection in it.
-    if (token.type === "code" && old?.code && old.lang === (token.lang ?? "") && token.text.startsWith(old.code.data)) {
-      old.code.appendData(token.text.slice(old.code.data.length));
-    } else {
-      const node = block(html, token);
-      if (old) old.replaceWith(node);
-      else this.box.append(node);
-    }
-    this._drawn[at] = html;
   }
 }
+
+const visible = ({ type }) => type !== "space" && type !== "def";
 
 function lex(text) {
   try { return marked.lexer(text); }
-  catch { return [{ type: "plain", raw: text, text }]; } // nested beyond the parser's stack
+  catch { return [{ type: "plain", raw: text }]; } // nested beyond the parser's stack
 }
 
-function rendered(token) {
-  if (token.type === "plain") return escaped(token.text);
-  if (token.type === "code") return `${token.lang ?? ""}\n${token.text}`;
-  try { return marked.parser([token]); }
-  catch { return escaped(token.raw); }
+// ---- a text's parts, see parts.js
+
+function topPart(token) {
+  try { return token.type === "text" ? container("p", runs(token)) : part(token, 0); }
+  catch { return leaf(escaped(token.raw)); } // nested beyond the parser's stack
 }
 
-function block(html, token) {
-  if (token.type === "code") return codeBlock(token.text, token.lang ?? "");
+function parts(tokens, depth) {
+  return tokens.filter(visible).flatMap((token) => (token.type === "text" ? runs(token) : [part(token, depth)]));
+}
+
+function part(token, depth) {
+  if (token.type === "code") return codePart(token);
+  if (depth < DEPTH) {
+    if (token.type === "paragraph") return container("p", runs(token));
+    if (token.type === "blockquote") return container("blockquote", parts(token.tokens, depth + 1));
+    if (token.type === "list") {
+      const items = token.items.map(({ tokens }) => container("li", parts(tokens, depth + 1)));
+      return token.ordered ? container("ol", items, { start: token.start || 0 }) : container("ul", items);
+    }
+    if (token.type === "table") return tablePart(token);
+  }
+  return leaf(token.type === "plain" ? escaped(token.raw) : marked.parser([token]));
+}
+
+const leaf = (html) => ({ kind: "block", key: html, make: () => [block(html)] });
+
+function container(tag, inner, properties = {}) {
+  const make = () => {
+    const hole = el(tag, properties);
+    return { nodes: [hole], hole };
+  };
+  return { kind: `${tag} ${JSON.stringify(properties)}`, make, inner };
+}
+
+/** The text of a paragraph or an item in pieces, so that its end is drawn without its beginning. */
+function runs({ tokens, text }) {
+  const all = tokens ?? [{ type: "text", raw: text, text }];
+  const made = [];
+  for (let i = 0; i < all.length; i += RUN) {
+    const html = marked.Parser.parseInline(all.slice(i, i + RUN), marked.defaults);
+    made.push({ kind: "run", key: html, make: () => [...purify.sanitize(html, ALLOWED).childNodes] });
+  }
+  return made;
+}
+
+function tablePart(token) {
+  const head = marked.parser([{ ...token, rows: [] }]);
+  const make = () => {
+    const table = purify.sanitize(head, ALLOWED).querySelector("table");
+    const hole = table.querySelector("tbody") ?? table.appendChild(el("tbody"));
+    return { nodes: [scrolled(table)], hole };
+  };
+  const rows = token.rows.map((row) => {
+    const html = marked.parser([{ ...token, header: [], rows: [row] }]);
+    return { kind: "row", key: html, make: () => [purify.sanitize(html, ALLOWED).querySelector("tbody > tr")] };
+  });
+  return { kind: `table ${head}`, make, inner: rows };
+}
+
+/** A block of code grows by its new characters alone, which also keeps a selection in it. */
+function codePart({ text, lang = "" }) {
+  const grow = ([{ code }], old) => {
+    if (!text.startsWith(old)) return false;
+    code.appendData(text.slice(old.length));
+    return true;
+  };
+  return { kind: `code ${lang}`, key: text, make: () => [codeBlock(text, lang)], grow };
+}
+
+function block(html) {
   const fragment = purify.sanitize(html, ALLOWED);
   for (const pre of fragment.querySelectorAll("pre")) {
     const lang = pre.firstElementChild?.className.replace("language-", "") ?? "";
     pre.replaceWith(codeBlock(pre.textContent.replace(/\n$/, ""), lang));
   }
   for (const table of fragment.querySelectorAll("table")) {
-    const box = el("div", { class: "table", tabIndex: 0, role: "region", "aria-label": "Table" });
-    table.replaceWith(box);
-    box.append(table);
+    const place = document.createComment("");
+    table.replaceWith(place);
+    place.replaceWith(scrolled(table));
   }
   const only = fragment.children.length === 1 && fragment.textContent.trim() === fragment.firstElementChild.textContent.trim();
   return only ? fragment.firstElementChild : el("p", {}, fragment);
+}
+
+function scrolled(table) {
+  return el("div", { class: "table", tabIndex: 0, role: "region", "aria-label": "Table" }, table);
 }
 
 function codeBlock(text, lang) {
@@ -123,5 +172,5 @@ function codeBlock(text, lang) {
   const box = el("div", { class: "block" },
     el("div", { class: "bar" }, el("span", {}, lang.split(/\s/)[0] || "code"), button),
     el("pre", { tabIndex: 0 }, el("code", {}, code)));
-  return Object.assign(box, { code, lang });
+  return Object.assign(box, { code });
 }
