@@ -452,7 +452,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class OutputDelta(msgspec.Struct, frozen=True):
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     """New output of one choice of a request: text and tokens since the previous delta.
 
     `text` holds only whole UTF-8 characters and never anything after a stop hit. `finish_reason` is set on the last

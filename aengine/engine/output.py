@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,7 @@ class Choice:
         "sampling",
         "stops",
         "stream",
+        "texts",
         "tokens",
     )
 
@@ -70,18 +71,24 @@ class Choice:
         self.stops = StopStrings(sampling.stop, include=sampling.include_stop_str_in_output)
         self.prompt_tokens = len(stream.prompt_ids)
         self.plain = detokenizer is not None and not sampling.stop  # text goes out as it comes
+        self.texts: Mapping[int, str] = {}  # of the next token, as far as the detokeniser need not be asked
         self.tokens = 0
         self.arrived_s = time.monotonic()
         self.admitted_s = 0.0
         self.first_s = 0.0
-        self.last_s = 0.0
+        self.last_s = 0.0  # 0.0: no token has come
+
+    def step(self, token: int) -> str:
+        assert self.detokenizer is not None
+        text = self.detokenizer.step(token)
+        self.texts = self.detokenizer.table
+        return text or ""
 
     def text(self, token: int, *, hidden: bool) -> tuple[str, str | None]:
         """(text to send, stop string hit) for a new token; a `hidden` token adds no text (a stop token)."""
-        self.tokens += 1
         if self.detokenizer is None or hidden:
             return "", None
-        text = self.detokenizer.step(token) or ""
+        text = self.step(token)
         if self.tokens < self.sampling.min_tokens:
             return self.stops.skip(text), None
         return self.stops.push(text)
@@ -111,12 +118,15 @@ class OutputTask:
         self._abort = abort
         self._metrics = metrics
         self._choices: dict[int, Choice] = {}
+        self._handles: list[int] = []  # of the step before, and their choices: most steps have the same
+        self._row_choices: list[Choice | None] | None = None
         self._empty = asyncio.Event()
         self._empty.set()
 
     def register(self, choice: Choice) -> None:
         """Before the sequence is submitted."""
         self._choices[choice.handle] = choice
+        self._row_choices = None
         self._empty.clear()
 
     async def all_done(self) -> None:
@@ -125,6 +135,9 @@ class OutputTask:
 
     def _drop(self, handle: int) -> Choice | None:
         choice = self._choices.pop(handle, None)
+        self._row_choices = None
+        if choice is not None:
+            choice.plain = False  # should this step have more of it
         if not self._choices:
             self._empty.set()
         return choice
@@ -165,6 +178,7 @@ class OutputTask:
             choice.stream.fail(EngineDead(message))
             self._account(choice, FinishReason.ERROR)
         self._choices.clear()
+        self._row_choices = None
         self._empty.set()
 
     # ---- one step's outputs
@@ -191,49 +205,55 @@ class OutputTask:
             if first:
                 yield True
             turn = slice(first, first + TURN_ROWS)
-            self._rows(handles[turn], tokens[turn], first, outputs.logprobs, finishes, now_s)
+            self._rows(self._of_rows(handles)[turn], tokens[turn], first, outputs.logprobs, finishes, now_s)
         for finish in outputs.finished:
             self._finish(finish)
 
+    def _of_rows(self, handles: list[int]) -> list[Choice | None]:
+        """The choices of a step's rows; None: it has ended."""
+        if self._row_choices is None or handles != self._handles:
+            self._handles, self._row_choices = handles, list(map(self._choices.get, handles))
+        return self._row_choices
+
     def _rows(
         self,
-        handles: list[int],
-        tokens: list[int],
+        choices: Sequence[Choice | None],
+        tokens: Sequence[int],
         first: int,
         logprobs: Mapping[int, Logprobs],
         finishes: Mapping[int, Finish],
         now_s: float,
     ) -> None:
-        """Row i stands at first + i in its step."""
-        choices = self._choices
+        """Row i stands at first + i in its step. The usual token, of a plain choice, makes as few calls as it can."""
         since: dict[float, int] = {}  # when the tokens before came -> of how many rows: mostly one step, one entry
-        for i, (handle, token) in enumerate(zip(handles, tokens, strict=True), first):
-            choice = choices.get(handle)
-            if choice is None:
+        usual = not (logprobs or finishes)
+        for i, (choice, token) in enumerate(zip(choices, tokens, strict=True), first):
+            if choice is None or not (choice.plain or choice.handle in self._choices):
                 continue
-            if choice.tokens:
-                since[choice.last_s] = since.get(choice.last_s, 0) + 1
+            if before_s := choice.last_s:
+                since[before_s] = since.get(before_s, 0) + 1
             else:
                 choice.first_s = now_s
                 self._metrics.observe_first_token(now_s - choice.arrived_s)
             choice.last_s = now_s
-            if choice.plain and handle not in finishes and i not in logprobs:
-                self._plain(choice, token)
+            choice.tokens += 1
+            if choice.plain and (usual or not (i in logprobs or choice.handle in finishes)):
+                text = choice.texts.get(token)
+                if text is None and (text := self._stepped(choice, token)) is None:
+                    continue
+                choice.stream.push(OutputDelta(choice.index, text, (token,)))
             else:
-                self._token(choice, token, logprobs.get(i), finishes.get(handle))
-        for last_s, rows in since.items():
-            self._metrics.observe_itls(now_s - last_s, rows)
+                self._token(choice, token, logprobs.get(i), finishes.get(choice.handle))
+        for before_s, rows in since.items():
+            self._metrics.observe_itls(now_s - before_s, rows)
 
-    def _plain(self, choice: Choice, token: int) -> None:
-        """`_token` where nothing is looked for: the usual case."""
-        assert choice.detokenizer is not None
-        choice.tokens += 1
+    def _stepped(self, choice: Choice, token: int) -> str | None:
+        """The token's text; None: the detokeniser failed, and the choice has ended."""
         try:
-            text = choice.detokenizer.step(token) or ""
+            return choice.step(token)
         except Exception as error:
             self._fail(choice, error)
-            return
-        choice.stream.push(OutputDelta(choice.index, text, (token,)))
+            return None
 
     def _token(self, choice: Choice, token: int, logprobs: Logprobs | None, finish: Finish | None) -> None:
         hidden = finish is not None and finish.stop_id == token and not choice.sampling.include_stop_str_in_output

@@ -26,13 +26,13 @@ class RequestStream:
         "_abort",
         "_error",
         "_first_ended",
+        "_live",
         "_on_drained",
         "_on_finished",
         "_pending",
         "_take",
         "_unfinished",
         "_waiter",
-        "_waiting",
         "cached_tokens",
         "completion_tokens",
         "prompt_ids",
@@ -52,8 +52,8 @@ class RequestStream:
         self._error: AengineError | None = None
         self._abort = abort
         self._waiter: asyncio.Future[None] | None = None
-        self._waiting = False  # the reader waits for a delta, and nothing has woken it
         self._take: Callable[[OutputDelta], bool] | None = None
+        self._live: Callable[[OutputDelta], bool] | None = None  # `_take`, while the reader waits and nothing woke it
         self._on_finished: list[Callable[[], object]] = []
         self._on_drained: dict[int, Callable[[], object]] = {}
 
@@ -77,8 +77,12 @@ class RequestStream:
 
     def push(self, delta: OutputDelta) -> None:
         self.completion_tokens += len(delta.token_ids)
-        if self._take is not None and delta.finish_reason is None and self._taken(delta, self._take):
-            return
+        if self._live is not None and delta.finish_reason is None:
+            try:
+                if self._live(delta):
+                    return
+            except Exception:  # the reader will meet the same delta, and the fault, in its own task
+                self._take = None
         pending = self._pending.get(delta.index)
         if pending is None:
             self._pending[delta.index] = [delta]
@@ -91,16 +95,6 @@ class RequestStream:
             self._first_ended |= delta.index == 0
         self._notify()
         self._end()
-
-    def _taken(self, delta: OutputDelta, take: Callable[[OutputDelta], bool]) -> bool:
-        """Whether the tap dealt with it; not asked when the reader is busy, or has something to read first."""
-        if not self._waiting or self._pending or (self.prompt_logprobs is not None and self._held()):
-            return False
-        try:
-            return take(delta)
-        except Exception:  # the reader will meet the same delta, and the fault, in its own task
-            self._take = None
-            return False
 
     def fail(self, error: AengineError) -> None:
         """End the stream: the reader gets what is pending, then the error."""
@@ -117,7 +111,7 @@ class RequestStream:
                 call()
 
     def _notify(self) -> None:
-        self._waiting = False
+        self._live = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -162,12 +156,11 @@ class RequestStream:
             if self._unfinished == 0:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
-            self._waiting = True
+            self._live = None if self._held() else self._take
             try:
                 await self._waiter
             finally:
-                self._waiter = None
-                self._waiting = False
+                self._waiter = self._live = None
         delta = _merged(self._pending.pop(next(iter(self._pending))))
         if delta.finish_reason is not None and self._on_drained:
             self._on_drained.pop(delta.index)()

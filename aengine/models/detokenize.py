@@ -20,6 +20,7 @@ from tokenizers.decoders import ByteLevel
 
 SPACE = "\u2581"
 MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so 4 tokens; more is not UTF-8
+NO_TEXTS: Mapping[int, str] = {}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -36,7 +37,7 @@ class TokenBytes:
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
         self._known: dict[int, bytes] = {}
-        self.whole: dict[int, str] = {}  # text of ids that have the same between whole characters; streams fill it
+        self._whole: tuple[dict[int, str], dict[int, str]] = {}, {}
         self.byte_level = isinstance(backend.decoder, ByteLevel)
         self._alphabet = byte_alphabet()
         decoder = "" if backend.decoder is None else backend.decoder.__getstate__().decode()
@@ -49,6 +50,11 @@ class TokenBytes:
         if value is None:
             value = self._known[token] = self._bytes(self._backend.id_to_token(token) or "")
         return value
+
+    def whole(self, skipped: frozenset[int]) -> dict[int, str]:
+        """Text of ids that have the same between whole characters, for all streams that skip the same; they fill it.
+        A tokenizer has one set of special ids, which a stream skips or not."""
+        return self._whole[bool(skipped)]
 
     def separate(self, token: int) -> bool:
         """Whether its text is the same behind any other text. Single bytes in a row make characters together."""
@@ -81,6 +87,11 @@ def _separate(step: Mapping[str, Any]) -> bool:
 class TextStream(Protocol):
     """Incremental decoding of one output."""
 
+    @property
+    def table(self) -> Mapping[int, str]:
+        """Tokens that need no `step` as long as none is made: their text, whichever and however many of them come."""
+        ...
+
     def step(self, token: int) -> str | None:
         """Text that became whole with this token; None when there is none."""
         ...
@@ -97,12 +108,16 @@ class ByteStream:
 
     def __init__(self, token_bytes: TokenBytes, skipped: frozenset[int]) -> None:
         self._bytes, self._skipped = token_bytes, skipped
-        self._whole = token_bytes.whole
+        self._whole = token_bytes.whole(skipped)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._between = True  # no character is unfinished
 
+    @property
+    def table(self) -> Mapping[int, str]:
+        return self._whole if self._between else NO_TEXTS
+
     def step(self, token: int) -> str | None:
-        if self._between and token not in self._skipped:
+        if self._between:
             text = self._whole.get(token)
             if text is not None:
                 return text
@@ -142,14 +157,19 @@ class DecoderStream:
 
     def __init__(self, backend: Tokenizer, skipped: frozenset[int], token_bytes: TokenBytes) -> None:
         self._backend, self._skipped, self._token_bytes = backend, skipped, token_bytes
-        self._whole = token_bytes.whole
+        self._whole = token_bytes.whole(skipped)
         self._context: list[int] = []
         self._shown: str | None = ""  # None: not decoded yet
         self._held: list[int] = []
         self._between = False  # something is given out, and nothing held: separate tokens are their own text
 
+    @property
+    def table(self) -> Mapping[int, str]:
+        """None: what was given out last is the context of what comes next."""
+        return NO_TEXTS
+
     def step(self, token: int) -> str | None:
-        if self._between and token not in self._skipped:
+        if self._between:
             text = self._whole.get(token)
             if text is not None:
                 self._context, self._shown = [token], None

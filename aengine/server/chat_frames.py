@@ -76,7 +76,7 @@ class ChatFrames:
         self._heads = [self._fixed + b',"choices":[{"index":%d,"delta":' % i for i in range(job.choices)]
         self._null_usage = b',"usage":null' if options.usage else b""
         self._plain = not (options.logprobs or options.token_ids or options.running_usage)
-        self._before = [head + b'{"content":' for head in self._heads]
+        self._before = tuple(head + b'{"content":' for head in self._heads)
         self._after = _AFTER_WITH_USAGE if options.usage else _AFTER
 
     def opening(self) -> bytes:

@@ -19,6 +19,7 @@ from aengine.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logpr
 from aengine.types import FinishReason, OutputDelta, TokenLogprob
 
 _NO_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
+_IDS = _NO_END + b',"token_ids":'
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +44,21 @@ class _Progress:
 class CompletionFrames:
     """The frames of one streamed completion."""
 
-    __slots__ = ("_after", "_fast", "_fixed", "_heads", "_job", "_options", "_plain", "_progress", "_wants_ids")
+    __slots__ = ("_after", "_fast", "_fixed", "_heads", "_job", "_no_end", "_options", "_plain", "_progress", "_wants_ids")
 
     def __init__(self, job: Job, options: CompletionOptions, text: TokenTexts) -> None:
         self._job = job
         self._options = options
         self._progress = [_Progress(CompletionLogprobs(text, options.chunk.names)) for _ in range(job.choices)]
         self._fixed = b"data: " + encode_json(_fixed(job))[:-1]
-        self._heads = [self._fixed + b',"choices":[{"index":%d,"text":' % i for i in range(job.choices)]
+        self._heads = tuple(self._fixed + b',"choices":[{"index":%d,"text":' % i for i in range(job.choices))
         chunk = options.chunk
         self._fast = False  # every choice has begun, and chunks have nothing unusual
         self._plain = not (chunk.logprobs or chunk.running_usage or options.scores_only)
         self._wants_ids = chunk.token_ids
         self._after = b'}],"usage":null}\n\n' if chunk.usage else b"}]}\n\n"
+        ids = b',"token_ids":[]' if chunk.token_ids else b""  # text without a new token
+        self._no_end = _NO_END + ids + self._after
 
     def opening(self) -> bytes:
         return b""
@@ -65,8 +68,11 @@ class CompletionFrames:
         return self._chunk(0, "")
 
     def delta(self, delta: OutputDelta) -> bytes:
-        if self._fast and delta.finish_reason is None:
-            return self._text(delta)
+        if self._fast and delta.finish_reason is None:  # the usual chunk, in few pieces: text, and ids if wanted
+            text, ids = delta.text, delta.token_ids
+            if self._wants_ids and ids:
+                return b"".join((self._heads[delta.index], encode_json(text), _IDS, encode_json(ids), self._after))
+            return self._heads[delta.index] + encode_json(text) + self._no_end if text else b""
         begun = self._begin(delta.index)
         text, ids, logprobs = delta.text, delta.token_ids, delta.logprobs
         if self._options.scores_only:
@@ -75,13 +81,6 @@ class CompletionFrames:
             return begun
         extras = self._extras(delta.index, ids, logprobs)
         return begun + self._chunk(delta.index, text, delta, extras)
-
-    def _text(self, delta: OutputDelta) -> bytes:
-        """The usual chunk, in few pieces: text, and ids if they are wanted."""
-        if not delta.text and not (self._wants_ids and delta.token_ids):
-            return b""
-        ids = b',"token_ids":' + encode_json(delta.token_ids) if self._wants_ids else b""
-        return b"".join((self._heads[delta.index], encode_json(delta.text), _NO_END, ids, self._after))
 
     def closing(self) -> bytes:
         if not self._options.chunk.usage:

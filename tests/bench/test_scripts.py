@@ -62,6 +62,15 @@ def test_scheduler_measures_steps_and_arrivals(tmp_path: Path) -> None:
     assert figures["burst_64x512"]["us_per_arrival"] > 0
 
 
+def test_output_path_measures_the_servers_streams() -> None:
+    figures = json_line(run_bench("output_path.py", "--streams", "8", "--steps", "4"))["figures"]
+    for endpoint in ("chat", "completion", "completion_with_ids"):
+        row = figures[endpoint]
+        assert 0 < row["least_us"] <= row["median_us"]
+        assert 0.8 < row["writes"] <= 1  # a write for each token that has text
+        assert row["bytes"] > 150
+
+
 def test_gpu_check_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = run_bench("gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out))

@@ -33,6 +33,7 @@ PAGE = 4
 class ByteStream:
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         self._tokenizer = tokenizer
+        self.table: dict[int, str] = {}
 
     def step(self, token: int) -> str | None:
         if token == self._tokenizer.poison:

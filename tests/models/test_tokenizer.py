@@ -420,11 +420,33 @@ def test_text_that_stands_alone_is_looked_up_and_single_bytes_are_not(byte_token
         for _ in range(2):
             texts, rest = pieces(tokenizer, ids, True)
             assert "".join(texts) + rest == tokenizer.decode(ids)
-        known = tokenizer._token_bytes.whole
+        known = tokenizer._token_bytes.whole(tokenizer.special_ids)
         partial = {token for token in ids if "\ufffd" in tokenizer.token_text(token)}
         assert partial
         assert not partial & known.keys()
         assert len(set(ids[1:]) - partial - known.keys()) <= 1  # a token behind a character in pieces may be new
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stream_s_table_says_what_step_would(byte_tokenizer, spm_tokenizer, skip):
+    """Text that ends tokens in the midst of characters, and special tokens, for streams that skip them or not."""
+    for tokenizer, looked_up in ((byte_tokenizer, 0.5), (spm_tokenizer, 0.0)):
+        special = sorted(tokenizer.special_ids)[:1]
+        ids = tokenizer.encode("a fox ♞ and 日本 a fox", add_special_tokens=False) * 3
+        ids = ids[:7] + special + ids[7:] + special
+        for _ in range(2):  # the second stream finds the table full
+            stepped, table = tokenizer.stream(skip_special_tokens=skip), {}
+            mixed, found, texts = tokenizer.stream(skip_special_tokens=skip), 0, []
+            for token in ids:
+                expected = stepped.step(token) or ""
+                if (text := table.get(token)) is None:
+                    text, table = mixed.step(token) or "", mixed.table
+                else:
+                    found += 1
+                assert text == expected
+                texts.append(text)
+            assert "".join(texts) + mixed.flush() == tokenizer.decode(ids, skip_special_tokens=skip)
+        assert found >= looked_up * len(ids)
 
 
 def test_token_bytes_join_to_the_text(byte_tokenizer, spm_tokenizer):
