@@ -9,6 +9,7 @@ the device's memory that was given. What was chosen is told once, in the report.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +26,7 @@ from aengine.runner.compiled import compile_forward
 from aengine.runner.cuda.api import DeviceApi, TorchCuda
 from aengine.runner.cuda.flash_sampling import FlashInferChooser
 from aengine.runner.cuda.fused import SAMPLING, FusedChooser
+from aengine.runner.cuda.graphs import capturable
 from aengine.runner.cuda.profile import forward_peak
 from aengine.runner.cuda.sampler import Chooser, MakeChooser
 from aengine.runner.cuda.staging import CudaStaging
@@ -37,6 +39,17 @@ from aengine.runner.upload import Upload
 FP8_CAPABILITY = (8, 9)  # from which Triton and FlashInfer read e4m3
 # Kernels' own workspaces, the library's handles, fragments of the allocator.
 WORKSPACE_BYTES = 768 * 2**20
+# Pieces of steps, as graphs, beside the memory they compute in; recording stops where they have taken it.
+GRAPH_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Bytes of the device: for steps, for pieces of steps beside them, and `left` for pages."""
+
+    eager: int
+    pieces: int
+    left: int = 0
 
 
 def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
@@ -58,7 +71,8 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
             ledger.lines.append(compile_forward(model, ops, api.device))
     name = str(dtype).removeprefix("torch.")
     with ledger.phase("KV pages"):
-        pages, context = plan_pages(config, files, model, _free_bytes(config, api, model, ops, ledger), 1.0)
+        steps = _steps_bytes(config, api, model, ops, ledger)
+        pages, context = plan_pages(config, files, model, steps.left, 1.0)
         arena = Arena(pages, api.device)
     ledger.sizes.append(("KV pages", pages.arena_bytes))
     ledger.lines += pages.describe().splitlines()
@@ -80,7 +94,8 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     )
     if config.device.capture:
         with ledger.phase("CUDA graphs"):
-            ledger.lines.append(executor.capture(ledger.progress))
+            tokens = _piece_tokens(config, ops)
+            ledger.lines.append(executor.capture(ledger.progress, tokens=tokens, room_bytes=steps.pieces))
     else:
         ledger.lines.append("steps are launched one operation at a time: capture is off")
 
@@ -133,15 +148,22 @@ def _flashinfer_chooser(config: EngineConfig, ledger: Ledger, own: MakeChooser |
     return make
 
 
-def _free_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops, ledger: Ledger) -> int:
-    """What KV pages may take: the device's share less what is used, by others too, and what steps will need."""
+def _piece_tokens(config: EngineConfig, ops: Ops) -> int:
+    """The most tokens of a step that is recorded in pieces. A compiled forward is a program of its own."""
+    pieces = config.device.capture and not config.device.compile and capturable(ops)
+    return config.scheduler.max_batched_tokens if pieces else 0
+
+
+def _steps_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops, ledger: Ledger) -> StepBytes:
+    """What steps take. `left` for KV pages is the device's share less what is used, by others too, and that."""
     try:
-        needed = activation_bytes(config, api, model, ops)
+        steps = steps_bytes(config, api, model, ops)
     except torch.OutOfMemoryError as error:
         text = f"beside the weights, a step of {config.scheduler.max_batched_tokens} tokens does not fit: {error}"
         raise ConfigError(text, param="max_batched_tokens") from error
     free, total = api.memory()
     usable = int(total * config.device.gpu_memory_percent / 100) - (total - free)
+    needed = steps.eager + steps.pieces
     ledger.sizes.append(("activations", needed))
     if usable <= needed:
         raise ConfigError(
@@ -149,12 +171,13 @@ def _free_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops, le
             f"beside the weights and what else is on the device; steps alone need {needed:,}",
             param="gpu_memory_percent",
         )
-    return usable - needed
+    return replace(steps, left=usable - needed)
 
 
-def activation_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops) -> int:
+def steps_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Ops) -> StepBytes:
     """What a step takes beside weights and pages: its forward with the logits, measured; the copies of all points'
-    logits that random sampling makes, or the logits of the largest graph; workspaces."""
+    logits that random sampling makes, or the logits of the largest graph; workspaces. Pieces have memory of their own:
+    once more the largest forward, and what the graphs themselves take."""
     rows = config.scheduler.max_num_seqs
     points = max(min(LOGIT_ROWS, rows), rows if config.device.capture else 0)
     forward = forward_peak(
@@ -162,4 +185,5 @@ def activation_bytes(config: EngineConfig, api: DeviceApi, model: Model, ops: Op
         tokens=config.scheduler.max_batched_tokens, rows=rows, points=LOGIT_ROWS,
         context=min(config.model.max_model_len or model.max_context, model.max_context),
     )  # fmt: skip
-    return forward + 5 * points * model.vocab_size * 4 + WORKSPACE_BYTES
+    pieces = forward + GRAPH_BYTES if _piece_tokens(config, ops) else 0
+    return StepBytes(forward + 5 * points * model.vocab_size * 4 + WORKSPACE_BYTES, pieces)

@@ -26,18 +26,38 @@ from tests.runner.cuda.fake import FakeCuda, FakeStream
 
 
 class HashModel:
-    """Next tokens by `SimExecutor`'s reading of the pages, as one kernel on the current stream."""
+    """Next tokens by `SimExecutor`'s reading of the pages, as one kernel on the current stream: its attention. Ids and
+    positions come to it through operations that can be recorded, which stand before and behind it."""
 
     vocab_size, max_context, attention, dtype = VOCAB, 1 << 20, (), torch.float32
+
+    def forward(self, ops, batch):
+        ids, positions = (ops.column(given) for given in (batch.ids, batch.positions))
+        return ops.scale(ops.attention(ids, ids, positions, None, batch), 1.0)
+
+    def logits(self, ops, hidden):
+        return (torch.arange(VOCAB, device=hidden.device) - hidden - 0.25).abs().mul(-1e6)
+
+
+class HashOps:
+    name = "hash"
+    capturable = True
 
     def __init__(self, sim: SimExecutor, device: FakeCuda) -> None:
         self._sim, self._device = sim, device
 
-    def forward(self, ops, batch):
-        out = torch.empty((len(batch.ids), 1), dtype=torch.float32)
+    def column(self, given):
+        return (given + 1).float().view(-1, 1, 1)
+
+    def scale(self, x, factor):
+        return x * factor
+
+    def attention(self, q, k, v, spec, batch, sinks=None, rope=None):
+        out = torch.empty((len(q), 1), dtype=torch.float32)
 
         def kernel():
-            sim, ids, positions = self._sim, batch.ids.numpy(), batch.positions.numpy()
+            sim = self._sim
+            ids, positions = ((given.flatten() - 1).int().numpy() for given in (q, v))
             sim.tables = [table.numpy() for table in batch.tables]
             rows = np.searchsorted(batch.row_offsets.numpy()[1:], np.arange(len(ids)), "right")
             count = len(sim.tables[0])
@@ -61,14 +81,6 @@ class HashModel:
         self._device.enqueue(kernel)
         return out
 
-    def logits(self, ops, hidden):
-        return (torch.arange(VOCAB, device=hidden.device) - hidden - 0.25).abs().mul(-1e6)
-
-
-class HashOps:
-    name = "hash"
-    capturable = True
-
 
 class CudaDevice:
     """Stands in for `harness.Device`."""
@@ -83,12 +95,12 @@ class CudaDevice:
         columns = [2 if group.state else -(-setting.max_tokens // group.page_tokens) for group in groups]
         self._states = sim._states
         self.executor = kind.get("executor", CudaExecutor)(
-            stream, HashModel(sim, self.fake), HashOps(), (), columns, setting.seqs, setting.max_tokens,
+            stream, HashModel(), HashOps(sim, self.fake), (), columns, setting.seqs, setting.max_tokens,
             move=self._move, staging=kind.get("staging", CudaStaging)(self.fake, STAGING_SETS),
         )  # fmt: skip
         self._stream = stream
         if graphs:
-            self.executor.capture()
+            self.executor.capture(tokens=setting.budget)
         self._results: dict[int, object] = {}
 
     def _move(self, moves):

@@ -10,6 +10,7 @@ orders it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
@@ -65,6 +66,16 @@ class DeviceApi(Protocol):
         """Record `work` instead of running it; its tensors keep their addresses. All graphs share one memory pool."""
         ...
 
+    def capture_pieces(
+        self, stream: Stream, work: Callable[[Callable[[], None]], T]
+    ) -> tuple[tuple[Graph, ...], T]:
+        """As `capture`, but several graphs in order: `work` gets a function that ends one and begins the next."""
+        ...
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """A recorded tensor's memory, under a tensor that does not keep it: later recordings may use it too."""
+        ...
+
     def settle(self) -> None:
         """Wait until what was made outside all streams (weights, pages, tables) is there. At start-up only."""
         ...
@@ -112,6 +123,14 @@ class _CudaStream:
         self.stream.wait_event(event.event)
 
 
+def unowned(tensor: Tensor) -> Tensor:
+    """The same elements of the same memory, which is freed as if this were not there."""
+    held = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(held.data_ptr(), tensor.device, held.nbytes())
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 class TorchCuda:
     """`DeviceApi` of one CUDA device."""
 
@@ -137,6 +156,38 @@ class TorchCuda:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream.stream):
             made = work()
         return graph, made
+
+    def capture_pieces(
+        self, stream: Stream, work: Callable[[Callable[[], None]], T]
+    ) -> tuple[tuple[Graph, ...], T]:
+        assert isinstance(stream, _CudaStream)
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool)
+
+        def advance() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        self.settle()
+        collects = gc.isenabled()
+        gc.disable()  # what it would free, a recording must not
+        try:
+            with torch.cuda.stream(stream.stream):
+                begin()
+                try:
+                    made = work(advance)
+                finally:
+                    graphs[-1].capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return tuple(graphs), made
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        return unowned(tensor)
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -14,7 +14,7 @@ happens at start-up only.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -37,6 +37,11 @@ class PlannedOps(Protocol):
         """Called before a decode step of these rows is captured or replayed, on the compute stream. `batch` has the
         step's true lengths on the host; its device tensors are not the captured ones."""
         ...
+
+
+def capturable(ops: Ops) -> bool:
+    """Whether steps by these kernels can be recorded: they never look at the device."""
+    return bool(getattr(ops, "capturable", ops.name == "triton"))
 
 
 def graph_rows(most: int) -> tuple[int, ...]:
@@ -81,8 +86,9 @@ class DecodeGraphs:
         self._offsets = torch.arange(most + 1, dtype=torch.int32, device=api.device)
         self._graphs: dict[int, _Captured] = {}
 
-    def capture(self, stream: Stream, progress: Progress | None = None) -> None:
-        """Record all sizes, largest first: the smaller ones then fit into the memory of the pool."""
+    def capture(self, stream: Stream) -> Iterator[int]:
+        """Record all sizes, largest first: the smaller ones then fit into the memory of the pool. -> how many there are
+        so far."""
         for done, rows in enumerate(reversed(self.sizes), 1):
             with self._api.on(stream), torch.inference_mode():
                 self._forward(rows)  # compiles kernels and fills caches, which a recording must not
@@ -91,8 +97,7 @@ class DecodeGraphs:
             with torch.inference_mode():
                 graph, (logits, missing) = self._api.capture(stream, lambda rows=rows: self._forward(rows))  # type: ignore[misc]
             self._graphs[rows] = _Captured(graph, logits, missing)
-            if progress:
-                progress(PHASE, done, len(self.sizes))
+            yield done
 
     def fits(self, rows: int) -> bool:
         return bool(self._graphs) and rows <= self.sizes[-1]

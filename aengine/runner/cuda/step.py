@@ -25,8 +25,9 @@ from torch import Tensor
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, Ops, StepBatch
 from aengine.runner.batch import SamplePoints, Tokens, lay_out, sample_points
 from aengine.runner.cuda.api import Event
-from aengine.runner.cuda.graphs import DecodeGraphs, Progress
+from aengine.runner.cuda.graphs import PHASE, DecodeGraphs, Progress, capturable
 from aengine.runner.cuda.outcome import Collected, Outputs, PlanFacts, ScoredPrompt
+from aengine.runner.cuda.pieces import Pieces
 from aengine.runner.cuda.sampler import NO_TOKEN, SOUND, DeviceSampler, Drawn, MakeChooser, take_rows
 from aengine.runner.cuda.staging import CudaStaging, StagingSet
 from aengine.runner.cuda.stream import CudaStream
@@ -97,23 +98,38 @@ class CudaExecutor:
         self.state = SlotState(max_num_seqs + 1, table_columns, device, self.sampler, media, zero, move, self._upload)
         self._most = max_num_seqs
         self._graphs: DecodeGraphs | None = None
+        self._pieces: Pieces | None = None
         stream.api.settle()
 
-    def capture(self, progress: Progress | None = None) -> str:
-        """Record decode steps as graphs where the model and its ops allow it -> a line for the report."""
-        if not getattr(self._ops, "capturable", self._ops.name == "triton"):
+    def capture(self, progress: Progress | None = None, *, tokens: int = 0, room_bytes: int = 2**40) -> str:
+        """Record steps as graphs where the model and its ops allow it -> a line for the report. Decode steps whole;
+        others of up to `tokens` tokens in pieces, which may take `room_bytes` of the device."""
+        if not capturable(self._ops):
             return f"steps are launched one operation at a time: {self._ops.name} kernels cannot be captured"
-        with self._stream.api.on(self._stream.compute):
+        api, compute = self._stream.api, self._stream.compute
+        with api.on(compute):
             graphs = DecodeGraphs(
-                self._stream.api, self._model, self._ops, self.state, self._kv,
+                api, self._model, self._ops, self.state, self._kv,
                 most=self._most, context=self._context, input_vocab=self._input_vocab, states=self._states,
             )  # fmt: skip
-        graphs.capture(self._stream.compute, progress)
-        self._graphs = graphs
-        others = (
-            "others run eagerly" if self.state.media is None else "others, and those that see an image, run eagerly"
-        )
-        return f"decode steps are {len(graphs.sizes)} CUDA graphs of up to {graphs.sizes[-1]} rows; {others}"
+            pieces = Pieces(api, self._model, self._ops, tokens=tokens) if tokens else None
+        of = len(graphs.sizes) + (pieces.wanted if pieces else 0)
+        tell = progress or (lambda phase, done, total: None)
+        first = 0
+        if pieces is not None:  # before the others, which then find room in what the largest pieces needed
+            for first in pieces.capture(compute, room_bytes):
+                tell(PHASE, first, of)
+        for done in graphs.capture(compute):
+            tell(PHASE, first + done, first + len(graphs.sizes))
+        self._graphs, self._pieces = graphs, pieces
+        line = f"decode steps are {len(graphs.sizes)} CUDA graphs of up to {graphs.sizes[-1]} rows; "
+        if pieces is None:
+            others = "others" if self.state.media is None else "others, and those that see an image,"
+            return f"{line}{others} run eagerly"
+        line += f"others are cut at attention, the pieces between recorded for {pieces.recorded} numbers of tokens"
+        if pieces.recorded < pieces.wanted:
+            line += f" ({pieces.wanted} were wanted, but {room_bytes / 2**20:,.0f} MiB are used up)"
+        return line + ("" if self.state.media is None else "; eager where few of the tokens see an image")
 
     # ---- launching
 
@@ -261,7 +277,8 @@ class CudaExecutor:
             host_starts=starts,
             cross=None if media is None else media.batch(plan.slots.tolist(), starts, counts),
         )
-        return self._model.forward(self._ops, batch), missing
+        hidden = None if self._pieces is None else self._pieces.forward(batch)
+        return self._model.forward(self._ops, batch) if hidden is None else hidden, missing
 
     def _logits(self, staged: Staged, hidden: Tensor, part: slice) -> Tensor:
         at = staged.points.tokens[part]

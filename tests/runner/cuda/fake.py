@@ -134,6 +134,24 @@ class FakeCuda:
         finally:
             self.recording = None
 
+    def capture_pieces(self, stream: FakeStream, work: Callable) -> tuple[tuple[FakeGraph, ...], object]:
+        parts: list[list[Callable[[], None]]] = [[]]
+
+        def advance() -> None:
+            parts.append([])
+            self.recording = parts[-1]
+
+        self.recording = parts[0]
+        try:
+            with self.on(stream):
+                made = work(advance)
+            return tuple(FakeGraph(self, part) for part in parts), made
+        finally:
+            self.recording = None
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def capability(self) -> tuple[int, int]:
         return self.version
 

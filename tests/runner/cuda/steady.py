@@ -50,11 +50,11 @@ class SteadyOps(ReferenceOps):
 class FakeRunner:
     """An executor on the fake device; `run` waits for each step, `launch` does not."""
 
-    def __init__(self, model, kv, columns, slots, max_len, *, seed=0, graphs=False, eager=0.3, **more):
+    def __init__(self, model, kv, columns, slots, max_len, *, seed=0, graphs=False, pieces=0, eager=0.3, **more):
         self.device = FakeCuda(seed, eager)
         self.stream = CudaStream(self.device)
         self.executor = CudaExecutor(self.stream, model, SteadyOps(), kv, columns, slots, max_len, **more)
-        self.line = self.executor.capture() if graphs else ""
+        self.line = self.executor.capture(tokens=pieces) if graphs else ""
 
     def launch(self, plan):
         """-> a function that waits for the step and gives its result."""
