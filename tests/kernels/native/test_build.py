@@ -20,9 +20,22 @@ from aengine.kernels.ops import Linear
 build_module = importlib.import_module("aengine.kernels.native.build")  # its name is also a function's
 
 
-def test_second_build_is_found_in_the_cache(tmp_path: Path) -> None:
-    first = build(tmp_path, isas=("portable",))
-    second = build(tmp_path, isas=("portable",))
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "fakecc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The system's compiler without its optimisation, which takes most of the time."""
+    return fake_compiler(tmp_path_factory.mktemp("quick"), f'exec {build_module._find_compiler(None)} "$@" -O0')
+
+
+def test_second_build_is_found_in_the_cache(tmp_path: Path, quick: str) -> None:
+    first = build(tmp_path, isas=("portable",), compiler=quick)
+    second = build(tmp_path, isas=("portable",), compiler=quick)
     assert isinstance(first, Built)
     assert isinstance(second, Built)
     assert (first.compiled, second.compiled) == (True, False)
@@ -30,17 +43,17 @@ def test_second_build_is_found_in_the_cache(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [first.path.name]
 
 
-def test_concurrent_builds_end_with_one_whole_library(tmp_path: Path) -> None:
+def test_concurrent_builds_end_with_one_whole_library(tmp_path: Path, quick: str) -> None:
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda _: build(tmp_path, isas=("portable",)), range(2)))
+        results = list(pool.map(lambda _: build(tmp_path, isas=("portable",), compiler=quick), range(2)))
     paths = {r.path for r in results if isinstance(r, Built)}
     assert len(paths) == 1
     assert load_library(paths.pop()).ae_abi() == ABI
     assert len(os.listdir(tmp_path)) == 1
 
 
-def test_sets_have_builds_of_their_own(tmp_path: Path, library_path: Path) -> None:
-    built = build(tmp_path, isas=("portable",))
+def test_sets_have_builds_of_their_own(tmp_path: Path, library_path: Path, quick: str) -> None:
+    built = build(tmp_path, isas=("portable",), compiler=quick)
     assert isinstance(built, Built)
     assert built.path.name != library_path.name
     with pytest.raises(OSError, match="avx2"):
@@ -50,13 +63,6 @@ def test_sets_have_builds_of_their_own(tmp_path: Path, library_path: Path) -> No
 def test_no_compiler(tmp_path: Path) -> None:
     result = load_native_ops(tmp_path, 1, compiler="no-such-compiler")
     assert result == Unavailable("no C compiler found (tried no-such-compiler)")
-
-
-def fake_compiler(folder: Path, script: str) -> str:
-    path = folder / "fakecc"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
 
 
 def test_failing_compiler_says_why_and_leaves_nothing(tmp_path: Path) -> None:
