@@ -42,9 +42,7 @@ def section(number: int) -> str:
     rows = "\n".join(f"| {i} | {line(i, 4)} |" for i in range(4))
     items = "\n".join(f"- {line(i)}" for i in range(5))
     code = "\n".join(f"    value_{i} = compute({i})  # {line(i, 5)}" for i in range(8))
-    return (
-        f"## Section {number}\n\n{line(number, 50)}\n\n{items}\n\n| a | b |\n|--|--|\n{rows}\n\n```python\n{code}\n```\n\n"
-    )
+    return f"## Section {number}\n\n{line(number, 50)}\n\n{items}\n\n| a | b |\n|--|--|\n{rows}\n\n```python\n{code}\n```\n\n"
 
 
 def loose(number: int) -> str:

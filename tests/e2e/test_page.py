@@ -90,7 +90,33 @@ async def reload(page: Page) -> None:
     await page.reload()
 
 
-async def test_with_a_model_chat_stop_and_reload(tab: Page, shots: Path) -> None:
+async def shows_the_timeline(page: Page, url: str) -> None:
+    """Of a server that has made steps within the last 30 s."""
+    await page.go(url + "/trace")
+    await page.js(
+        "(() => { const box = document.querySelector('#window'); box.value = '30';"
+        " box.dispatchEvent(new Event('change')); })()"
+    )
+    await page.until(
+        "/^device busy [0-9.]+ %, bubbles [0-9.]+ % = /.test(document.querySelector('#sentence').innerText)"
+    )
+    assert await page.js("/^[0-9]+ steps of [0-9.]+ ms/.test(document.querySelector('#facts').innerText)")
+    sums = await page.js("[...document.querySelectorAll('#sums th')].map((name) => name.innerText)")
+    assert "device: step" in sums
+    assert {name.split(":")[0] for name in sums} >= {"loop", "output", "device"}
+    drawn = await page.js(
+        "[...document.querySelectorAll('#legend i')].filter(({ dataset: { kind } }) =>"
+        " ['step', 'loop', 'output'].includes(kind)).map((i) => {"
+        " const wanted = getComputedStyle(i).backgroundColor.match(/[0-9]+/g).slice(0, 3).join();"
+        " const canvas = document.querySelector('#canvas');"
+        " const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);"
+        " for (let at = 0; at < data.length; at += 4) if (data.slice(at, at + 3).join() === wanted) return true;"
+        " return false; })"
+    )
+    assert drawn == [True, True, True]
+
+
+async def test_with_a_model_chat_stop_and_reload(tab: Page, port: int, shots: Path) -> None:
     with serve("--max-model-len", "2048") as server:
         await tab.open(server.url + "/")
         await tab.click("#open-settings")
@@ -110,6 +136,10 @@ async def test_with_a_model_chat_stop_and_reload(tab: Page, shots: Path) -> None
         await tab.key("Escape")
         await tab.until(IDLE, 10)
         server.wait_idle(10)
+        async with new_tab(port) as other:
+            await shows_the_timeline(other, server.url)
+            await other.screenshot(shots / "timeline.png")
+            assert other.faults == []
         await reload(tab)
         await tab.until(f"{TEXT}.includes('Paris')")
         await tab.screenshot(shots / "model.png")
@@ -307,6 +337,7 @@ async def test_on_a_phone_and_in_the_dark(tab: Page, shots: Path) -> None:
         await tab.open(script.url)
         await ask(tab, "u" * 200)
         assert not await tab.js(WIDE)
+        await tab.js("document.querySelector('.md .table').scrollIntoView()")
         background = "getComputedStyle(document.body).backgroundColor"
         dark = await tab.js(background)
         await tab.screenshot(shots / "phone.png")
