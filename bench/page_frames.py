@@ -22,13 +22,19 @@ from tests.e2e.chromium import Page, new_tab, running_browser
 from tests.e2e.scripted import Reply, Script, scripted
 
 PIECE = 4  # characters, about what a token has
-WORDS = "some plain words with *emphasis*, `code` and a [link](https://example.org/a), as models write them".split()
+TEXT = "some plain words with *emphasis*, `code` and a [link](https://example.org/a), as models write them"
+WORDS = TEXT.split()
 WATCH = """
 window.seen = {frames: [], tasks: []};
 new PerformanceObserver((list) => list.getEntries().forEach(({ duration }) => seen.tasks.push(duration)))
     .observe({type: "longtask"});
 let last = performance.now();
-const tick = () => { const now = performance.now(); seen.frames.push(now - last); last = now; requestAnimationFrame(tick); };
+const tick = () => {
+    const now = performance.now();
+    seen.frames.push(now - last);
+    last = now;
+    requestAnimationFrame(tick);
+};
 requestAnimationFrame(tick);
 """
 ENDED = "document.querySelector('#stop').hidden && document.querySelector('.figures')"
@@ -42,9 +48,8 @@ def section(number: int) -> str:
     rows = "\n".join(f"| {i} | {line(i, 4)} |" for i in range(4))
     items = "\n".join(f"- {line(i)}" for i in range(5))
     code = "\n".join(f"    value_{i} = compute({i})  # {line(i, 5)}" for i in range(8))
-    return (
-        f"## Section {number}\n\n{line(number, 50)}\n\n{items}\n\n| a | b |\n|--|--|\n{rows}\n\n```python\n{code}\n```\n\n"
-    )
+    table = f"| a | b |\n|--|--|\n{rows}"
+    return f"## Section {number}\n\n{line(number, 50)}\n\n{items}\n\n{table}\n\n```python\n{code}\n```\n\n"
 
 
 def loose(number: int) -> str:

@@ -70,6 +70,8 @@ class Page:
             self.requested.append(params["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.faults.append(str(params["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
+            self.faults.append(str(params["args"]))
         elif method == "Log.entryAdded" and params["entry"]["source"] == "security":
             self.faults.append(params["entry"]["text"])
         elif method == "Page.lifecycleEvent" and (params["frameId"], params["name"]) == (self._target, "load"):

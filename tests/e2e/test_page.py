@@ -90,7 +90,32 @@ async def reload(page: Page) -> None:
     await page.reload()
 
 
-async def test_with_a_model_chat_stop_and_reload(tab: Page, shots: Path) -> None:
+async def shows_the_timeline(page: Page, url: str) -> None:
+    """Of a server that has made steps within the last 30 s."""
+    await page.go(url + "/trace")
+    await page.js(
+        "(() => { const box = document.querySelector('#window'); box.value = '30';"
+        " box.dispatchEvent(new Event('change')); })()"
+    )
+    await page.until(
+        "/^device busy [0-9.]+ %, bubbles [0-9.]+ % = /.test(document.querySelector('#sentence').innerText)"
+    )
+    assert await page.js("/^[0-9]+ steps of [0-9.]+ ms/.test(document.querySelector('#facts').innerText)")
+    sums = await page.js("[...document.querySelectorAll('#sums th')].map((name) => name.innerText)")
+    assert "device: step" in sums
+    assert {name.split(":")[0] for name in sums} >= {"loop", "output", "device"}
+    left, right = await page.js(
+        "(() => { const canvas = document.querySelector('#canvas'), pen = canvas.getContext('2d'), names = 92;"
+        " const inked = (row, from, to) => pen.getImageData(from * devicePixelRatio, row * canvas.height / 6,"
+        " (to - from) * devicePixelRatio, canvas.height / 6).data.some((value, at) => at % 4 === 3 && value > 0);"
+        " const lanes = [0, 1, 2, 3, 4, 5], width = canvas.clientWidth;"
+        " return [lanes.map((row) => inked(row, 0, names)), lanes.map((row) => inked(row, names + 1, width))]; })()"
+    )
+    assert left == [True] * 6  # a name each
+    assert right[:3] == [True] * 3  # loop, output, device: spans
+
+
+async def test_with_a_model_chat_stop_and_reload(tab: Page, port: int, shots: Path) -> None:
     with serve("--max-model-len", "2048") as server:
         await tab.open(server.url + "/")
         await tab.click("#open-settings")
@@ -110,6 +135,10 @@ async def test_with_a_model_chat_stop_and_reload(tab: Page, shots: Path) -> None
         await tab.key("Escape")
         await tab.until(IDLE, 10)
         server.wait_idle(10)
+        async with new_tab(port) as other:
+            await shows_the_timeline(other, server.url)
+            await other.screenshot(shots / "timeline.png")
+            assert other.faults == []
         await reload(tab)
         await tab.until(f"{TEXT}.includes('Paris')")
         await tab.screenshot(shots / "model.png")
@@ -307,6 +336,7 @@ async def test_on_a_phone_and_in_the_dark(tab: Page, shots: Path) -> None:
         await tab.open(script.url)
         await ask(tab, "u" * 200)
         assert not await tab.js(WIDE)
+        await tab.js("document.querySelector('.md .table').scrollIntoView()")
         background = "getComputedStyle(document.body).backgroundColor"
         dark = await tab.js(background)
         await tab.screenshot(shots / "phone.png")
