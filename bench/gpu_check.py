@@ -59,6 +59,7 @@ PAGE = 16
 # A token is right if its logit by the reference lies within this many standard deviations of the best one. A token
 # from a wrong page lies about four below; bf16 sums in another order move logits by about a hundredth.
 TOLERANCE = 0.25
+PREFILLS = 4  # timed, of which the best counts
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -574,7 +575,7 @@ def time_prefill(api: Any, model: LlamaModel, shape: Shape, ops: Ops, limit: dic
             print(f"{bench.line}: {figures['prefill_recording_s']:.1f} s", flush=True)
         for tokens in shape.prefill:
             device, host = [], []
-            for _ in range(4):
+            for _ in range(PREFILLS):
                 ids = (np.arange(tokens) * 31 % shape.vocab).astype(np.int32)
                 step = replace_rows(bench.decode_plan(1, 0, True), tokens, ids)
                 before = time.perf_counter()
