@@ -155,10 +155,15 @@ class DeviceConfig:
         "auto", "instruction set of the native kernels; auto: the best the processor and the compiler have", rare=True
     )
     capture: bool = _setting(
-        True, "replay steps as one call (native kernels) or as CUDA graphs; off: one operation at a time", rare=True
+        True,
+        "replay steps as one call (native kernels) or as CUDA graphs, decode steps whole and others in pieces between "
+        "attentions; off: one operation at a time",
+        rare=True,
     )
     compile: bool = _setting(
-        False, "torch.compile for all of a forward but attention (on the CPU instead of the native kernels)"
+        False,
+        "torch.compile for all of a forward but attention (on the CPU instead of the native kernels, on CUDA instead "
+        "of pieces)",
     )
     attention_backend: Literal["auto", "flashinfer", "triton", "reference"] = _setting(
         "auto", "kernels on CUDA; auto: FlashInfer's attention over Triton's other kernels, as far as installed"

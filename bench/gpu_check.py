@@ -3,7 +3,7 @@
     python bench/gpu_check.py --out gpu.json          8 minutes at most on an H100 or H200
     python bench/gpu_check.py --device cpu --tiny     the script itself, without a GPU
 
-Models are Llama-shaped with random weights made on the device. Every backend, depth and form of step (eager, graph)
+Models are Llama-shaped with random weights made on the device. Every backend, depth and form of step (eager, graphs)
 generates tokens by the real scheduler, cache and runner; plain torch then computes the whole sequences at once, and a
 token whose logit there is far below the best one is wrong: the script fails. Times follow for the best backend.
 
@@ -59,6 +59,7 @@ PAGE = 16
 # A token is right if its logit by the reference lies within this many standard deviations of the best one. A token
 # from a wrong page lies about four below; bf16 sums in another order move logits by about a hundredth.
 TOLERANCE = 0.25
+PREFILLS = 4  # timed, of which the best counts
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -84,8 +85,8 @@ class Shape:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHAPES = {
-    "1b": Shape("1b", 2048, 16, 32, 8, 64, 8192, 128_256, BATCHES, 512, (512, 2048, 8192), 32_768),
-    "8b": Shape("8b", 4096, 32, 32, 8, 128, 14_336, 128_256, (1, 8, 64, 256, 512), 512, (2048, 8192), 32_768),
+    "1b": Shape("1b", 2048, 16, 32, 8, 64, 8192, 128_256, BATCHES, 512, (40, 256, 512, 2048, 8192), 32_768),
+    "8b": Shape("8b", 4096, 32, 32, 8, 128, 14_336, 128_256, (1, 8, 64, 256, 512), 512, (40, 512, 2048, 8192), 32_768),
     "tiny": Shape("tiny", 64, 2, 4, 2, 16, 128, 256, (1, 3), 40, (24,), 64),
 }
 
@@ -193,8 +194,9 @@ class Bench:
 
     def __init__(
         self, api: Any, model: LlamaModel, ops: Ops, *, slots: int, context: int, pages: int, graphs: bool,
-        kv_dtype: torch.dtype | None = None,
+        cut_tokens: int = 0, kv_dtype: torch.dtype | None = None,
     ):  # fmt: skip
+        """`graphs`: decode steps are, and other steps of up to `cut_tokens` tokens are in pieces."""
         name = str(kv_dtype or model.dtype).removeprefix("torch.")
         groups = kv_groups(model.attention, name, PAGE)
         self.plan = plan(groups, (pages + 8) * groups[0].payload_bytes)
@@ -203,12 +205,12 @@ class Bench:
         self.slots, self.context = slots, context
         columns = tuple(table_columns(group.spec, context) for group in self.plan.groups)
         kv = self.arena.layer_kv([(spec.group, spec.layer) for spec in model.attention])
-        fused = ops.name != "reference" and not importable(SAMPLING)
+        fused = api.device.type == "cuda" and ops.name != "reference" and not importable(SAMPLING)
         self.executor = CudaExecutor(
             self.stream, model, ops, kv, columns, slots, context, zero=self.arena.zero, move=self.arena.move,
             chooser=FusedChooser if fused else None,
         )  # fmt: skip
-        self.line = self.executor.capture() if graphs else "eager"
+        self.line = self.executor.capture(tokens=cut_tokens) if graphs else "eager"
         self.step = 0
 
     def launch(self, step: StepPlan) -> Callable[[], StepResult]:
@@ -322,14 +324,22 @@ def check_tokens(
     lengths, counts = ([5, 17, 30], [6, 4, 9]) if small else ([5, 17, 100, 333, 64, 900], [24, 16, 32, 8, 32, 12])
     prompts = [rng.integers(0, shape.vocab, length).tolist() for length in lengths]
     context, pages = (64, 24) if small else (1024, 256)
-    figures: dict[str, Any] = {"wrong": 0, "runs": 0, "messages": [], "failed": {}, "waits": {}}
+    budgets = (48, 20) if small else (256, 100, 37)  # cut otherwise, and filled up to other pieces
+    figures: dict[str, Any] = {"wrong": 0, "runs": 0, "messages": [], "failed": {}, "waits": {}, "prompt_waits": {}}
     seen: dict[str, list[list[int]]] = {}
 
     def run(name: str, ops: Ops, graphs: bool, *, of: LlamaModel = model, kv_dtype: torch.dtype | None = None) -> None:
-        bench = Bench(api, of, ops, slots=8, context=context, pages=pages, graphs=graphs, kv_dtype=kv_dtype)
-        for depth in (0, 1) if kv_dtype is None else (1,):
-            got = bench.generate(prompts, counts, depth, 48 if small else 256)
-            label = f"{name} depth {depth} {form(graphs)}"
+        whole, plain = budgets[0], kv_dtype is None
+        bench = Bench(
+            api, of, ops, slots=8, context=context, pages=pages, graphs=graphs,
+            cut_tokens=whole if of is model else 0, kv_dtype=kv_dtype,
+        )  # fmt: skip
+        ways = [(0, whole), (1, whole)] if plain else [(1, whole)]
+        if plain and of is model:
+            ways += [(1, budget) for budget in budgets[1:]]
+        for depth, budget in ways:
+            got = bench.generate(prompts, counts, depth, budget)
+            label = f"{name} depth {depth} steps of {budget} {form(graphs)}"
             seen[label] = got
             figures["runs"] += 1
             for prompt, tokens in zip(prompts, got, strict=True):
@@ -338,6 +348,7 @@ def check_tokens(
                 figures["messages"] += [f"{label}, prompt of {len(prompt)}: {text}" for text in bad[:2]]
         if name != "reference":
             figures["waits"][f"{name} {form(graphs)}"] = waits(bench)
+            figures["prompt_waits"][f"{name} {form(graphs)}"] = waits(bench, chunk=20)
 
     def attempt(name: str, graphs: bool, work: Callable[[], None]) -> None:
         try:
@@ -439,21 +450,25 @@ def capturable(ops: Ops) -> bool:
     return bool(getattr(ops, "capturable", ops.name == "triton"))
 
 
-def waits(bench: Bench) -> str:
-    """What torch says of the first call in a steady decode step that makes the host wait; "" for none."""
+def waits(bench: Bench, chunk: int = 0) -> str:
+    """What torch says of the first call in a steady decode step, or in one that computes a chunk of a prompt, that
+    makes the host wait; "" for none."""
     if not torch.cuda.is_available():
         return ""
     bench.launch(bench.decode_plan(4, 40, True))()
-    bench.launch(bench.decode_plan(4, 41, False))()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        result = bench.launch(bench.decode_plan(4, 42, False))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    try:
-        result()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
+    for at in (41, 42):
+        step = bench.decode_plan(1 if chunk else 4, at, False)
+        if chunk:
+            step = replace_rows(step, chunk, np.arange(chunk, dtype=np.int32))
+        torch.cuda.set_sync_debug_mode("error" if at == 42 else "default")
+        try:
+            result = bench.launch(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        try:
+            result()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
     return ""
 
 
@@ -547,25 +562,37 @@ def time_model(
 
 
 def time_prefill(api: Any, model: LlamaModel, shape: Shape, ops: Ops, limit: dict[str, float]) -> dict[str, Any]:
-    figures = {}
-    for tokens in shape.prefill:
-        bench = Bench(api, model, ops, slots=1, context=tokens + PAGE, pages=tokens // PAGE + 4, graphs=False)
-        times = []
-        for _ in range(4):
-            step = bench.decode_plan(1, 0, True)
-            ids = (np.arange(tokens) * 31 % shape.vocab).astype(np.int32)
-            step = replace_rows(step, tokens, ids)
-            times.append(bench.launch(step)().device_s)
-        best = max(min(times), 1e-9)
-        linear = 2 * tokens * (weight_bytes(shape, 1) - shape.vocab * shape.hidden)
-        attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens * tokens
-        ceiling = (linear + attention) / limit["matmul_flops_per_s"]
-        figures[f"prefill_{tokens}"] = {"device_ms": best * 1e3, "ceiling_ms": ceiling * 1e3}
-        print(
-            f"{shape.name} prefill {tokens:5} tokens: device {best * 1e3:.2f} ms, ceiling {ceiling * 1e3:.2f} "
-            f"({ceiling / best:.0%}), {tokens / best:,.0f} tokens/s",
-            flush=True,
-        )
+    """One prompt a step, one operation at a time and in pieces; `host_ms`: what enqueuing takes."""
+    figures: dict[str, Any] = {}
+    most = max(shape.prefill)
+    for cut in (False, True) if capturable(ops) else (False,):
+        began = time.monotonic()
+        bench = Bench(
+            api, model, ops, slots=1, context=most + PAGE, pages=most // PAGE + 4, graphs=cut, cut_tokens=most
+        )  # fmt: skip
+        if cut:
+            figures["prefill_recording_s"] = time.monotonic() - began
+            print(f"{bench.line}: {figures['prefill_recording_s']:.1f} s", flush=True)
+        for tokens in shape.prefill:
+            device, host = [], []
+            for _ in range(PREFILLS):
+                ids = (np.arange(tokens) * 31 % shape.vocab).astype(np.int32)
+                step = replace_rows(bench.decode_plan(1, 0, True), tokens, ids)
+                before = time.perf_counter()
+                result = bench.launch(step)
+                host.append(time.perf_counter() - before)
+                device.append(result().device_s)
+            best = max(min(device), 1e-9)
+            linear = 2 * tokens * (weight_bytes(shape, 1) - shape.vocab * shape.hidden)
+            attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens * tokens
+            ceiling = (linear + attention) / limit["matmul_flops_per_s"]
+            name = f"prefill_{tokens}_{'pieces' if cut else 'eager'}"
+            figures[name] = {"device_ms": best * 1e3, "host_ms": min(host) * 1e3, "ceiling_ms": ceiling * 1e3}
+            print(
+                f"{shape.name} {name}: device {best * 1e3:.2f} ms, ceiling {ceiling * 1e3:.2f} ({ceiling / best:.0%}), "
+                f"host {min(host) * 1e3:.3f}, {tokens / best:,.0f} tokens/s",
+                flush=True,
+            )
         del bench
         release()
     return figures
@@ -574,7 +601,7 @@ def time_prefill(api: Any, model: LlamaModel, shape: Shape, ops: Ops, limit: dic
 def replace_rows(step: StepPlan, tokens: int, ids: Any) -> StepPlan:
     import msgspec
 
-    return msgspec.structs.replace(step, counts=np.array([tokens], np.int32), ids=ids)
+    return msgspec.structs.replace(step, counts=np.array([tokens], np.int32), relay=np.zeros(1, bool), ids=ids)
 
 
 def time_layouts(api: Any, shape: Shape, ops: Ops, dtype: torch.dtype, rows: int) -> dict[str, float]:

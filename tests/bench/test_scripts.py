@@ -75,10 +75,11 @@ def test_gpu_check_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = run_bench("gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out))
     figures = json_line(done)["figures"]
-    assert figures["tiny_tokens"]["runs"] == 2 + 1 + 2  # plain, fp8 pages, compiled
+    assert figures["tiny_tokens"]["runs"] == 3 + 1 + 2  # plain, fp8 pages, compiled
     assert figures["tiny_tokens"]["failed"] == {}
     assert figures["tiny_tokens"]["wrong"] == 0
     assert figures["tiny_times"]["decode_3_eager"]["device_ms"] > 0
+    assert figures["tiny_times"]["prefill_24_eager"]["host_ms"] > 0
     assert json.loads(out.read_text())["figures"]["copies"] == figures["copies"]
 
 
@@ -93,6 +94,20 @@ def test_gpu_check_knows_a_wrong_token() -> None:
     assert gpu_check.wrong_tokens(model, prompt, [right], cpu) == []
     wrong = int(gpu_check.reference_logits(model, prompt[1:], cpu)[-1].argmin())
     assert "token 0 of 1" in gpu_check.wrong_tokens(model, prompt, [wrong], cpu)[0]
+
+
+def test_gpu_check_records_pieces_and_times_them() -> None:
+    import gpu_check
+    import torch
+
+    from tests.runner.cuda.fake import FakeCuda
+    from tests.runner.cuda.steady import SteadyOps
+
+    device, shape = FakeCuda(eager=0.9), gpu_check.SHAPES["tiny"]
+    model = gpu_check.make_model(shape, torch.device("cpu"), 64)
+    figures = gpu_check.time_prefill(device, model, shape, SteadyOps(), {"matmul_flops_per_s": 1e12})
+    assert {"prefill_24_eager", "prefill_24_pieces", "prefill_recording_s"} == set(figures)
+    assert device.counts["replay piece"] == gpu_check.PREFILLS * (1 + shape.layers)
 
 
 def test_a_peer_that_fails_is_reported(tmp_path: Path) -> None:

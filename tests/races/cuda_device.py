@@ -7,6 +7,7 @@ Invariants: tokens are derived from the KV that the kernel finds when it runs, t
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -210,3 +211,50 @@ class EarlyRelay(CudaExecutor):
             return super()._forward(staged)
         finally:
             self.state.relay = self._relay
+
+
+class StalePieces(CudaExecutor):
+    """Replays with the ids and positions that the pieces were recorded with."""
+
+    def capture(self, *given, **more):
+        line = super().capture(*given, **more)
+        pieces = self._pieces
+        pieces._inputs = pieces._inputs.clone()
+        self._stream.api.know(pieces._inputs)
+        return line
+
+
+class FullCuts(CudaExecutor):
+    """Launches attention for the tokens that fill a piece up, too: as if they were the last row's."""
+
+    def capture(self, *given, **more):
+        line = super().capture(*given, **more)
+        for key, program in self._pieces._programs.items():
+            cuts = tuple(partial(self._launch, cut) for cut in program.cuts)
+            wrong = tuple(SimpleNamespace(launch=launch) for launch in cuts)
+            self._pieces._programs[key] = dataclasses.replace(program, cuts=wrong)
+        return line
+
+    def _launch(self, cut, batch):
+        full = torch.cat((batch.row_offsets[:-1], batch.row_offsets[-1:] * 0 + len(cut.out)))
+        cut.out.copy_(cut.run(dataclasses.replace(batch, row_offsets=full), *cut.inputs))
+
+
+class LatePieces(CudaExecutor):
+    """Replays a piece before the attention whose output it reads."""
+
+    def capture(self, *given, **more):
+        line = super().capture(*given, **more)
+        for key, program in self._pieces._programs.items():
+            nothing = SimpleNamespace(replay=lambda: None)
+            launches = [
+                SimpleNamespace(launch=partial(self._launch, cut, graph))
+                for cut, graph in zip(program.cuts, program.graphs[1:], strict=True)
+            ]
+            graphs = (program.graphs[0], *(nothing for _ in launches))
+            self._pieces._programs[key] = dataclasses.replace(program, graphs=graphs, cuts=tuple(launches))
+        return line
+
+    def _launch(self, cut, graph, batch):
+        graph.replay()
+        cut.launch(batch)

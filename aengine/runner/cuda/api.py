@@ -66,9 +66,7 @@ class DeviceApi(Protocol):
         """Record `work` instead of running it; its tensors keep their addresses. All graphs share one memory pool."""
         ...
 
-    def capture_pieces(
-        self, stream: Stream, work: Callable[[Callable[[], None]], T]
-    ) -> tuple[tuple[Graph, ...], T]:
+    def capture_pieces(self, stream: Stream, work: Callable[[Callable[[], None]], T]) -> tuple[tuple[Graph, ...], T]:
         """As `capture`, but several graphs in order: `work` gets a function that ends one and begins the next."""
         ...
 
@@ -157,9 +155,7 @@ class TorchCuda:
             made = work()
         return graph, made
 
-    def capture_pieces(
-        self, stream: Stream, work: Callable[[Callable[[], None]], T]
-    ) -> tuple[tuple[Graph, ...], T]:
+    def capture_pieces(self, stream: Stream, work: Callable[[Callable[[], None]], T]) -> tuple[tuple[Graph, ...], T]:
         assert isinstance(stream, _CudaStream)
         graphs: list[torch.cuda.CUDAGraph] = []
 

@@ -75,12 +75,12 @@ class FakeStream:
 
 
 class FakeGraph:
-    def __init__(self, device: FakeCuda, work: list[Callable[[], None]]) -> None:
-        self._device, self._work = device, work
+    def __init__(self, device: FakeCuda, work: list[Callable[[], None]], kind: str = "replay") -> None:
+        self._device, self._work, self._kind = device, work, kind
 
     def replay(self) -> None:
         self._device.enqueue(lambda: [one() for one in self._work])
-        self._device.counts["replay"] += 1
+        self._device.counts[self._kind] += 1
 
 
 class FakeCuda:
@@ -145,7 +145,7 @@ class FakeCuda:
         try:
             with self.on(stream):
                 made = work(advance)
-            return tuple(FakeGraph(self, part) for part in parts), made
+            return tuple(FakeGraph(self, part, "replay piece") for part in parts), made
         finally:
             self.recording = None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from aengine.kernels.reference import ReferenceOps
+from aengine.kernels.reference_mixture import activate
 from aengine.runner.cuda.step import CudaExecutor
 from aengine.runner.cuda.stream import CudaStream
 from aengine.types import StepResult
@@ -45,6 +46,20 @@ class SteadyOps(ReferenceOps):
         scores = (q.float().unsqueeze(1) * key).sum(-1) * spec.scale
         weights = scores.masked_fill(~seen.unsqueeze(2), float("-inf")).softmax(1)
         return (weights.unsqueeze(-1) * value).sum(1).to(q.dtype).flatten(1)
+
+    def mixture(self, x, scores, experts):
+        """All tokens through all experts: which were chosen is known on the device alone."""
+        ranked = scores.float().sort(dim=-1, descending=True, stable=True)
+        best, chosen = ranked.values[:, : experts.top_k], ranked.indices[:, : experts.top_k]
+        weights = best.softmax(-1) if experts.scoring == "softmax" else best.sigmoid()
+        of_each = torch.zeros_like(ranked.values).scatter(1, chosen, weights)
+        out = torch.zeros(x.shape, device=x.device)
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            weight = of_each[:, expert, None]
+            taken = x * weight if experts.weigh == "input" else x
+            result = self.linear(activate(self.linear(taken, gate_up), experts), down)
+            out = out + (result * weight if experts.weigh == "output" else torch.where(weight > 0, result, 0.0))
+        return out.to(x.dtype)
 
 
 class FakeRunner:

@@ -71,7 +71,7 @@ def plain():
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_tokens_and_logprobs_are_the_plain_executors(plain, graphs):
-    bench = CudaBench(graphs=graphs)
+    bench = CudaBench(graphs=graphs, pieces=50)
     got, told = serve(bench, KINDS)
     assert got == plain[0]
     for slot, logprobs in told.items():
@@ -80,13 +80,16 @@ def test_tokens_and_logprobs_are_the_plain_executors(plain, graphs):
             assert mine.ids.tolist() == wanted.ids.tolist()
             np.testing.assert_allclose(mine.values, wanted.values, atol=1e-4)
             assert mine.ranks.tolist() == wanted.ranks.tolist()
-    assert (bench.runner.device.counts["replay"] > 0) == graphs
+    counts = bench.runner.device.counts
+    assert (counts["replay"], counts["replay piece"]) == ((10, 6) if graphs else (0, 0))
+    assert ("the pieces between recorded for 4 numbers of tokens" in bench.runner.line) == graphs
 
 
-def test_prompt_logprobs_and_drafts_are_the_plain_executors():
+@pytest.mark.parametrize("graphs", [False, True])
+def test_prompt_logprobs_and_drafts_are_the_plain_executors(graphs):
     prompt = make_prompt(20)
     results = []
-    for bench in (Bench(), CudaBench()):
+    for bench in (Bench(), CudaBench(graphs=graphs, pieces=32)):
         bench.admit(0, prompt, prompt_logprobs=3)
         bench.admit(1, prompt[:6])
         first = bench.run(Row(0, 0, prompt, 1, targets=[*prompt[1:]]), Row(1, 0, prompt[:6], 1))
@@ -136,22 +139,26 @@ def test_faults_of_ruled_rows_say_when_they_came():
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_steady_decode_step_never_waits(graphs):
-    """The fake raises where a real device would make the host wait; and here nobody waits for an event either."""
-    bench = CudaBench(graphs=graphs, eager=0.0)
+def test_a_steady_step_never_waits(graphs):
+    """The fake raises where a real device would make the host wait; and here nobody waits for an event either. The last
+    of the steps has a prompt beside three rows that decode."""
+    bench = CudaBench(graphs=graphs, pieces=32, eager=0.0)
     kinds = [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 0.5, "logprobs": 3}]
     for slot, kind in enumerate(kinds):
         bench.admit(slot, make_prompt(4, slot), **kind)
     bench.run(*(Row(slot, 0, make_prompt(4, slot), 1) for slot in range(4)))
     results, device = [], bench.runner.device
     before = device.host_waits
-    for step in range(3):
+    device.counts.clear()
+    for step in range(2):
         results.append(bench.runner.launch(bench.scheduler.plan(*(Row(slot, 4 + step, None, 1) for slot in range(4)))))
+    bench.admit(4, make_prompt(20, 4))
+    rows = (Row(slot, 6, None, 1) for slot in range(3))
+    results.append(bench.runner.launch(bench.scheduler.plan(*rows, Row(4, 0, make_prompt(20, 4), 1))))
     assert device.host_waits == before
     for result in results:
         assert not result().failed
-    replays = device.counts["replay"]
-    assert replays == (3 if graphs else 0)
+    assert (device.counts["replay"], device.counts["replay piece"]) == ((2, 3) if graphs else (0, 0))
 
 
 def test_four_sets_and_no_more():
