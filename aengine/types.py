@@ -468,6 +468,15 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
 
 
+class HttpFigures(msgspec.Struct, frozen=True):
+    """What one listening process has seen at its sockets: faults by kind, which only grow, and what is open now."""
+
+    faults: Mapping[str, int] = {}
+    connections: int = 0
+    connections_busy: int = 0
+    upload_bytes: int = 0
+
+
 class CompletionOutput(msgspec.Struct):
     """One choice of a request so far (or whole, once `finish_reason` is set)."""
 

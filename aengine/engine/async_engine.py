@@ -37,7 +37,7 @@ from aengine.errors import EngineDead, InvalidRequest, NotReady, QueueFull, Requ
 from aengine.metrics import Metrics
 from aengine.scheduler import Matcher
 from aengine.timeline import KEPT_S, Timeline, chrome_trace
-from aengine.types import Int32s, MediaInput, Request, RequestOutput, SamplingParams
+from aengine.types import HttpFigures, Int32s, MediaInput, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from aengine.engine.build import Parts
@@ -87,6 +87,7 @@ class AsyncEngine:
         self._intake: Intake | None = None
         self._timeline: Timeline | None = None
         self._tracing = asyncio.Lock()
+        self._http: Callable[[], HttpFigures] = HttpFigures
         self._tasks: list[asyncio.Task[None]] = []
         self._death: str | None = None
         self._next_handle = 1
@@ -121,6 +122,7 @@ class AsyncEngine:
             give_out = partial(self._outlet.run, core.outputs)
         self._intake = Intake(self.config, parts.model, parts.text.tokenizer, parts.scheduler.cache)
         parts.metrics.bind(self.stats)
+        parts.metrics.bind_http(self._http)
         parts.metrics.bind_times(timeline.clock.totals, lambda: timeline.device.idle_s(time.perf_counter()))
         self._timeline = timeline
         parts.text.on_fault = lambda: parts.metrics.fault("tokenizer")
@@ -567,6 +569,10 @@ class AsyncEngine:
     @property
     def metrics(self) -> Metrics:
         return self._loaded().metrics
+
+    def bind_http(self, told: Callable[[], HttpFigures]) -> None:
+        """Before `start`: where the figures of this process's server come from, if it has one."""
+        self._http = told
 
     async def metrics_text(self) -> bytes:
         """Prometheus text."""
