@@ -239,10 +239,14 @@ class ServerConfig:
     )
     client_chat_templates: bool = _setting(False, "let requests bring a chat template: a program that runs unchecked")
     max_body_bytes: int = _setting(8 * 2**20, "largest request body (for instance 8MiB)")
-    max_upload_bytes: int = _setting(256 * 2**20, "bytes that all bodies being read may hold together", rare=True)
+    max_upload_bytes: int = _setting(
+        256 * 2**20, "bytes that all bodies being read may hold together (front-ends share them evenly)", rare=True
+    )
     body_timeout_s: float = _setting(60.0, "seconds a request's body may take to arrive", rare=True)
     max_connections: int = _setting(
-        16384, "open connections; beyond it the longest idle one is closed for a new one", rare=True
+        16384,
+        "open connections; beyond it the longest idle one is closed for a new one (front-ends share them evenly)",
+        rare=True,
     )
     idle_timeout_s: float = _setting(75.0, "seconds a connection may be open without a request's whole head", rare=True)
     stall_timeout_s: float = _setting(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from aengine.types import FinishReason
+from aengine.types import FinishReason, HttpFigures
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -127,11 +127,12 @@ class Histogram:
 class Counts(msgspec.Struct, frozen=True):
     """All that one process has counted, by the names of Metrics' attributes; sums of several have a meaning.
 
-    `labelled` holds (label, count); `histograms` (counts by bucket, sum)."""
+    `labelled` holds (label, count); `histograms` (counts by bucket, sum); `http` includes what is open just now."""
 
     numbers: Mapping[str, int | float]
     labelled: Mapping[str, tuple[tuple[Any, int | float], ...]]
     histograms: Mapping[str, tuple[tuple[int, ...], float]]
+    http: HttpFigures
 
 
 class Metrics:
@@ -142,6 +143,8 @@ class Metrics:
         self._snapshot: Callable[[], Snapshot] = Idle
         self._stages: Callable[[], Mapping[str, float]] = dict
         self._device_idle: Callable[[], Mapping[str, float]] = dict
+        self._http: Callable[[], HttpFigures] = HttpFigures
+        self._others_http: tuple[HttpFigures, ...] = ()
         self._registry: CollectorRegistry | None = None
         self._ttft = Histogram(_WAITS_S)
         self._itl = Histogram(_TOKEN_TIMES_S)
@@ -162,6 +165,7 @@ class Metrics:
         self._rejected: Counter[str] = Counter()
         self._disabled: Counter[str] = Counter()
         self._faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
+        self._http_faults: Counter[str] = Counter()  # of processes that are gone
         self._frontends_lost = 0
 
     def bind(self, snapshot: Callable[[], Snapshot]) -> None:
@@ -173,6 +177,10 @@ class Metrics:
     ) -> None:
         """Where the seconds of the event loop's thread by stage, and of the idle device by cause, come from."""
         self._stages, self._device_idle = stages, device_idle
+
+    def bind_http(self, told: Callable[[], HttpFigures]) -> None:
+        """Where this process's figures of its sockets come from."""
+        self._http = told
 
     # ---- observations
 
@@ -245,10 +253,15 @@ class Metrics:
             {name: value for name, value in mine.items() if isinstance(value, int | float)},
             {name: tuple(value.items()) for name, value in mine.items() if isinstance(value, Counter)},
             {name: (tuple(value.counts), value.total) for name, value in mine.items() if isinstance(value, Histogram)},
+            self._http(),
         )
 
     def absorb(self, counts: Counts) -> None:
-        """Count what another process has counted as well."""
+        """Count what another process, which is gone, has counted as well."""
+        self._add(counts)
+        self._http_faults.update(counts.http.faults)
+
+    def _add(self, counts: Counts) -> None:
         mine = vars(self)
         for name, number in counts.numbers.items():
             mine[name] += number
@@ -260,14 +273,15 @@ class Metrics:
             mine[name].total += total
 
     def with_others(self, others: Iterable[Counts]) -> Metrics:
-        """A copy that counts for other processes too; the gauges are this one's."""
+        """A copy that counts for other processes too; the gauges are this one's, but those of sockets are sums."""
         made = copy.copy(self)
         made._registry = None
         for name, value in vars(self).items():
             if isinstance(value, Counter | Histogram):
                 setattr(made, name, copy.copy(value))
         for counts in others:
-            made.absorb(counts)
+            made._add(counts)
+            made._others_http += (counts.http,)
         return made
 
     # ---- exposition
@@ -287,6 +301,21 @@ class Metrics:
         yield from self._bound(self._snapshot())
         yield from self._counters()
         yield from self._histograms()
+        yield from self._sockets()
+
+    def _sockets(self) -> Iterator[Family]:
+        every = (self._http(), *self._others_http)
+        faults = Counter(self._http_faults)
+        for each in every:
+            for kind, count in each.faults.items():  # a kind that has not happened is told as 0
+                faults[kind] += count
+        yield self._by("aengine:http_faults", "Connections and requests that were cut.", "kind", faults)
+        for name, text, value in (
+            ("connections", "Open connections.", sum(each.connections for each in every)),
+            ("connections_busy", "Connections with a request under way.", sum(each.connections_busy for each in every)),
+            ("upload_bytes", "Bytes of bodies that are being read.", sum(each.upload_bytes for each in every)),
+        ):
+            yield self._gauge(f"aengine:http_{name}", text, value)
 
     def _bound(self, now: Snapshot) -> Iterator[Family]:
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", now.running)

@@ -59,7 +59,7 @@ DROPPED: deque[bytes] = deque(maxlen=1)
 
 
 class Sink(asyncio.Transport):
-    """Takes bytes and drops them. `write` is a call of no Python, as that of a transport in C, unless they are counted."""
+    """Takes bytes and drops them. Its `write` runs no Python, as that of a transport in C; some steps count instead."""
 
     __slots__ = ("protocol", "write")
 
@@ -94,6 +94,9 @@ class Outlet:
         self.handles: list[int] = []
         self.all_there = asyncio.Event()
         self._expected = expected
+
+    def bind_http(self, told: Any) -> None:
+        self.metrics.bind_http(told)
 
     async def prepare(self, sampling: SamplingParams) -> None:
         """No request here has a grammar."""

@@ -7,8 +7,9 @@ them, so that modes can be compared token for token.
     modes   synchronous (depth 0), multi-step 8 and overlapped (depth 1) on the same load: device idle %, tokens/s,
             TTFT, ITL. The first idle figure is of the time in which (nearly) all clients had a running request,
             "whole" of the load with its ramp and end.
-    limits  overlapped: the shortest step (the profile, scaled) and the highest client count at which the device is idle
-            at most --idle percent of the steady time.
+    limits  overlapped: the shortest step (the profile, times one of --scales) and the highest client count (one of
+            --ladder) at which the device is idle at most --idle percent of the steady time. Each is found by bisection:
+            three tries of about 20 s, so under 4 minutes in all; --budget-s bounds it.
 
     python bench/overlap.py [--section modes|limits|all] [--clients 1024] [--frontends N] [--sim-profile h100-llama8b]
 """
@@ -27,22 +28,24 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from aengine.cli.environment import environment  # noqa: E402
 
+T = TypeVar("T")
 VOCAB = 49_152
 OWN_TOKENS = 16  # of each prompt; the others are shared, so that the ramp is short and all clients stream together
 SEED_TOKENS = 32
 MODES = {"depth 0": ("--depth", "0"), "multi-step 8": ("--multi-step", "8"), "depth 1": ("--depth", "1")}
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 READY_S = 120.0
+LEAST_TOKEN_S = 15e-6  # what a token costs a server at least: where steps are shorter than that, loads must still end
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,8 @@ def row(name: str, told: dict) -> str:
 def modes(args: argparse.Namespace) -> dict:
     """The same load in each mode."""
     results = {}
-    for name, flags in MODES.items():
+    for name in args.only or MODES:
+        flags = MODES[name]
         results[name] = run(args, args.clients, args.requests, args.watch_s, "--sim-scale", str(args.sim_scale), *flags)
         print(row(name, results[name]), flush=True)
     digests = {told["digest"] for told in results.values()}
@@ -208,34 +212,60 @@ def modes(args: argparse.Namespace) -> dict:
 
 
 def limits(args: argparse.Namespace) -> dict:
-    """Shortest step at --clients, then most clients at the profile's own step."""
+    """Shortest step at --clients, then most clients at the profile's own step; no try begins after --budget-s."""
+    until_s = time.monotonic() + args.budget_s
+    rows: list[dict] = []
 
-    def fine(clients: int, scale: float) -> tuple[bool, dict]:
-        step_s = modelled_step_s(args, clients) * scale
-        requests = max(1, math.ceil(args.steady_s / (args.max_tokens * step_s)))
-        told = run(args, clients, requests, args.steady_s / 8, "--sim-scale", str(scale))
-        told["step_ms"] = 1e3 * step_s
-        print(row(f"{clients} x {1e3 * step_s:.2f} ms", told), flush=True)
-        return (told["idle_steady"] or told["idle_whole"])["total"] <= args.idle, told
+    def fine(clients: int, scale: float) -> bool | None:
+        """Whether the device was idle at most --idle percent; None: there is no time left to try."""
+        if time.monotonic() > until_s:
+            print(f"{clients} x {scale}: not tried, the {args.budget_s:.0f} s are over", flush=True)
+            return None
+        began_s, step_s = time.monotonic(), modelled_step_s(args, clients) * scale
+        steps = math.ceil(args.steady_s / max(step_s, clients * LEAST_TOKEN_S))
+        tokens = min(args.max_tokens, max(32, steps))
+        requests = max(1, round(steps / tokens))
+        tried = argparse.Namespace(**{**vars(args), "max_tokens": tokens})
+        told = run(tried, clients, requests, args.steady_s / 8, "--sim-scale", str(scale))
+        idle_percent = (told["idle_steady"] or told["idle_whole"])["total"]
+        told |= {
+            "step_ms": 1e3 * step_s,
+            "scale": scale,
+            "holds": idle_percent <= args.idle,
+            "idle_percent": idle_percent,
+        }
+        rows.append(told)
+        took_s = time.monotonic() - began_s
+        print(row(f"{clients} x {told['step_ms']:.2f} ms", told) + f"  [{took_s:.0f} s]", flush=True)
+        return told["holds"]
 
-    shortest, low, high = None, math.log(args.least_scale), math.log(args.most_scale)
-    for _ in range(args.tries):  # bisection on a logarithmic scale: each try halves the interval
-        middle = (low + high) / 2
-        good, told = fine(args.clients, round(math.exp(middle), 4))
-        if good:
-            high, shortest = middle, told
-        else:
-            low = middle
-    most = None
-    for clients in args.ladder:
-        good, told = fine(clients, 1.0)
-        if not good:
+    print(f"scales of the step at {args.clients} clients:", *args.scales, flush=True)
+    print("clients at the profile's own step:", *args.ladder, flush=True)
+    scale = first_good(args.scales, lambda scale: fine(args.clients, scale))
+    most = first_good(args.ladder[::-1], lambda clients: fine(clients, 1.0))
+    print(f"{'clients':>8} {'step ms':>8} {'idle %':>7} {'tok/s':>8} {'ITL p99 ms':>10}  idle <= {args.idle} %")
+    for told in sorted(rows, key=lambda told: (told["clients"], told["step_ms"])):
+        print(
+            f"{told['clients']:>8} {told['step_ms']:>8.2f} {told['idle_percent']:>7.2f} {told['tokens_per_s']:>8,.0f} "
+            f"{told['steady']['itl_p99_ms']:>10.1f}  {'holds' if told['holds'] else 'missed'}"
+        )
+    step_ms = None if scale is None else 1e3 * modelled_step_s(args, args.clients) * scale
+    step = "none of those tried" if step_ms is None else f"{step_ms:.2f} ms at {args.clients} clients"
+    print(f"idle <= {args.idle} %: shortest step {step}; most clients {most or 'none of those tried'}")
+    return {"shortest_step_ms": step_ms, "most_clients": most, "tries": rows}
+
+
+def first_good(ladder: Sequence[T], good: Callable[[T], bool | None]) -> T | None:
+    """The first rung that is good, where all behind a good one are good as well: by bisection, in log2(n + 1) tries.
+    Where `good` has no answer (None), the best of what is known."""
+    low, high = 0, len(ladder)
+    while low < high:
+        middle = (low + high) // 2
+        answer = good(ladder[middle])
+        if answer is None:
             break
-        most = told
-    step = f"{shortest['step_ms']:.2f} ms at {args.clients} clients" if shortest else "none of those tried"
-    clients = most["clients"] if most else "none of those tried"
-    print(f"idle <= {args.idle} %: shortest step {step}; most clients {clients}")
-    return {"shortest_step": shortest, "most_clients": most}
+        low, high = (low, middle) if answer else (middle + 1, high)
+    return ladder[high] if high < len(ladder) else None
 
 
 def modelled_step_s(args: argparse.Namespace, clients: int) -> float:
@@ -252,6 +282,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="whose vocabulary the modelled device speaks")
     parser.add_argument("--sim-profile", default="h100-llama8b")
     parser.add_argument("--sim-scale", type=float, default=1.0, help="modes: so many times the profile's step")
+    parser.add_argument("--only", choices=list(MODES), nargs="+", default=None, help="modes: these alone")
     parser.add_argument("--clients", type=int, default=1024)
     parser.add_argument("--requests", type=int, default=1, help="modes: requests of each client, one after the other")
     parser.add_argument("--prompt-tokens", type=int, default=400)
@@ -261,10 +292,13 @@ def main() -> None:
     parser.add_argument("--watch-s", type=float, default=0.7, help="modes: seconds between looks at the counters")
     parser.add_argument("--idle", type=float, default=2.0, help="limits: percent of the steady time")
     parser.add_argument("--steady-s", type=float, default=5.0, help="limits: seconds of load that each try aims at")
-    parser.add_argument("--least-scale", type=float, default=0.02, help="limits: of the profile's step")
-    parser.add_argument("--most-scale", type=float, default=2.0, help="limits: of the profile's step")
-    parser.add_argument("--tries", type=int, default=5, help="limits: tries for the shortest step")
-    parser.add_argument("--ladder", type=int, nargs="+", default=[256, 512, 1024, 1536, 2048, 3072])
+    parser.add_argument(
+        "--scales", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0], help="limits: rising"
+    )
+    parser.add_argument(
+        "--ladder", type=int, nargs="+", default=[128, 256, 512, 768, 1024, 1536, 2048], help="limits: clients, rising"
+    )
+    parser.add_argument("--budget-s", type=float, default=240.0, help="limits: seconds after which no try begins")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds one load may take")
     args = parser.parse_args()
     print(

@@ -1,10 +1,13 @@
 """Claim: hours of mixed load leave a server as it was: memory flat within 2 %, no page held, no request unanswered.
 
-Starts `aengine serve` and sends it, for --minutes, what servers meet: short and long prompts and answers, streams
-and whole answers, several choices, chats, JSON output, clients that leave in the middle, bad requests, pauses. Each
-request must end in exactly one way. Prints a table and a line of JSON; ends with 1 when the claim does not hold.
+Starts `aengine serve`, writes to every KV page once (memory that was never written is not resident), and sends it, for
+--minutes, what servers meet: short and long prompts and answers, streams and whole answers, several choices, chats,
+JSON and schemas, forced calls of tools, clients that leave in the middle, bad requests, pauses. Each request must end
+in exactly one way, and what a schema or a tool asked for must be it. Prints a table and a line of JSON; ends with 1
+when the claim does not hold.
 
     python bench/soak.py [--minutes 6] [--clients 24] [--serve-args "--device sim --sim-step-s 0.005"]
+    python bench/soak.py --clients 8 --most-tokens 40 --serve-args "--kv-bytes 100MiB --max-model-len 4096"
 """
 
 from __future__ import annotations
@@ -28,7 +31,25 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.e2e.serving import Server, serve
 
-KINDS = ("stream", "stream", "whole", "choices", "chat", "json", "leave", "leave", "bad", "long", "pause")
+KINDS = (
+    *("stream", "stream", "whole", "choices", "chat", "json", "schema", "tool", "leave", "leave", "bad", "long"),
+    "pause",
+)
+CHATS = ("chat", "json", "schema", "tool")
+FILL_PROMPT = 500  # tokens
+FORM = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2, 30]}},
+    "required": ["town", "days"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": FORM}}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "choices": {"n": 3},
+    "json": {"response_format": {"type": "json_object"}, "ignore_eos": False},
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "trip", "schema": FORM}}},
+    "tool": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+}
 WORDS = ("river", "stone", "cloud", "seven", "engine", "paper", "light", "over", "under", "winter", "table", "green")
 WARM_UP = 0.25  # of the time; caches fill and the allocator finds its size
 FLAT = 0.02
@@ -86,16 +107,15 @@ class Soak:
         text = " ".join(rng.choice(WORDS) for _ in range(length))
         body: dict[str, Any] = {"max_tokens": rng.randint(1, self._most), "ignore_eos": True, "stream": True}
         path = "/v1/completions"
-        if kind in ("chat", "json"):
+        if kind in CHATS:
             path = "/v1/chat/completions"
             body["messages"] = [{"role": "user", "content": text}]
         else:
             body["prompt"] = text
-        if kind == "json":
-            body |= {"response_format": {"type": "json_object"}, "ignore_eos": False}
-        if kind == "choices":
-            body["n"] = 3
-        if kind in ("whole", "long"):
+        body |= EXTRAS.get(kind, {})
+        if kind in ("schema", "tool"):
+            body["max_tokens"] = 200  # enough for the whole of it
+        if kind in ("whole", "long", "schema", "tool"):
             body["stream"] = False
         async with session.post(path, json=body) as response:
             if response.status != 200:
@@ -103,6 +123,8 @@ class Soak:
             if not body["stream"]:
                 answer = await response.json()
                 self.tokens += answer["usage"]["completion_tokens"]
+                if kind in ("schema", "tool"):
+                    return "ok" if _keeps_form(answer["choices"][0]["message"]) else self._torn(kind, answer)
                 return "ok" if answer["usage"]["completion_tokens"] == body["max_tokens"] else self._torn(kind, answer)
             return await self._read(response, kind, body.get("n", 1), rng)
 
@@ -131,9 +153,7 @@ class Soak:
             return str(response.status) if response.status == 400 else self._torn("bad", response.status)
 
     def _refused(self, kind: str, status: int, answer: Any) -> str:
-        if status == 429 or (kind == "json" and status == 400):  # full, or a build without structured output
-            return str(status)
-        return self._torn(kind, answer)
+        return "429" if status == 429 else self._torn(kind, answer)
 
     def _torn(self, kind: str, what: object) -> str:
         self.wrong.append(f"{kind}: {what}"[:200])
@@ -146,6 +166,19 @@ class Soak:
         last = [kb for at_s, kb in self.rss if at_s / seconds >= 0.9]
         before, after = statistics.median(first) / 1024, statistics.median(last) / 1024
         return before, after, after / before - 1
+
+
+def _keeps_form(message: dict[str, Any]) -> bool:
+    """Whether an answer or a forced call is what FORM says."""
+    calls = message.get("tool_calls")
+    value = json.loads(calls[0]["function"]["arguments"] if calls else message["content"])
+    return (calls is None or len(calls) == 1) and set(value) == {"town", "days"} and value["town"] in ("Rome", "Oslo")
+
+
+def fill(server: Server, tokens: int) -> None:
+    """Write to every page of a pool of so many tokens: free pages are taken before cached ones."""
+    for first in range(0, tokens, FILL_PROMPT):
+        server.post("/v1/completions", {"prompt": [1000 + first + i for i in range(FILL_PROMPT)], "max_tokens": 1})
 
 
 def resident_kb(pid: int) -> int:
@@ -167,9 +200,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--most-tokens", type=int, default=120)
+    parser.add_argument("--fill-tokens", type=int, default=6000, help="at least as many as the KV pool holds")
     parser.add_argument("--serve-args", default=SIM)
     args = parser.parse_args()
     with serve(*shlex.split(args.serve_args)) as server:
+        fill(server, args.fill_tokens)
         soak = Soak(server, args.most_tokens)
         asyncio.run(soak.run(args.clients, args.minutes * 60))
         server.wait_idle(30)

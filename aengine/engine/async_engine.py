@@ -27,7 +27,7 @@ from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady
 from aengine.metrics import Metrics
 from aengine.timeline import KEPT_S, chrome_trace
-from aengine.types import Int32s, MediaInput, RequestOutput, SamplingParams
+from aengine.types import HttpFigures, Int32s, MediaInput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from aengine.engine.build import Parts
@@ -66,6 +66,7 @@ class AsyncEngine:
         self._parts: Parts | None = None
         self._running: Running | None = None  # from start on
         self._tracing = asyncio.Lock()
+        self._http: Callable[[], HttpFigures] = HttpFigures
         self._death: str | None = None
         self._encoding: dict[str, bool] = {}  # requests on their way to `submit` -> whether aborted meanwhile
 
@@ -86,6 +87,7 @@ class AsyncEngine:
         if self.phase == "closed":
             parts.close()
             raise NotReady("the engine was closed while it was loading")
+        parts.metrics.bind_http(self._http)
         running = Running(self.config, parts, self._outlet, self._died)
         self._parts, self._running, self.report = parts, running, parts.report
         running.settle(own_process=self._own_process)
@@ -336,6 +338,10 @@ class AsyncEngine:
     @property
     def metrics(self) -> Metrics:
         return self._loaded().metrics
+
+    def bind_http(self, told: Callable[[], HttpFigures]) -> None:
+        """Before `start`: where the figures of this process's server come from, if it has one."""
+        self._http = told
 
     async def metrics_text(self) -> bytes:
         """Prometheus text."""

@@ -8,6 +8,9 @@ Invariants: it ends when the engine process says so or is gone, and never outliv
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import signal
 import socket
 import sys
 
@@ -16,6 +19,17 @@ from aengine.frontends.remote import RemoteEngine
 from aengine.frontends.wire import Pipe, ToFrontend, Welcome
 from aengine.server import run_server
 from aengine.server.process import configure_logging, run_on_fast_loop
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Where the system offers it (Linux): killed when the engine process is gone, also when that was killed."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it went in between
+            os._exit(1)
 
 
 async def serve(pipe_fd: int, listening: list[int]) -> None:
@@ -36,6 +50,7 @@ async def serve(pipe_fd: int, listening: list[int]) -> None:
 
 
 def main() -> None:
+    end_with_parent()
     pipe_fd, *listening = map(int, sys.argv[1:])
     try:
         run_on_fast_loop(serve(pipe_fd, listening))

@@ -3,7 +3,8 @@
 Owns: the listening sockets, the children, their restarts, start, drain and end of the whole.
 Does not know: requests, what a front-end does.
 Invariants: the sockets live as long as this process, so that a connection made while a front-end is restarted waits for
-the new one. No child outlives this process: a front-end whose pipe ends leaves. The engine is closed on every way out.
+the new one. No child outlives this process: it kills them where it ends at once, the system does where it is killed,
+and a front-end whose pipe ends leaves. The engine is closed on every other way out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from aengine.config import AengineConfig, ServerConfig
 from aengine.engine.async_engine import AsyncEngine
@@ -45,6 +47,15 @@ def wanted(config: ServerConfig) -> tuple[int, str]:
     return count, f"HTTP and text: {f'{count} front-end processes' if count else 'in the engine process'}{why}"
 
 
+def share(config: AengineConfig, index: int, count: int) -> AengineConfig:
+    """The configuration of one of `count` front-ends: together they keep what is limited for the whole server."""
+    server = config.server
+    connections = server.max_connections // count + (index < server.max_connections % count)
+    upload_bytes = max(server.max_upload_bytes // count, server.max_body_bytes)  # else none takes the largest body
+    limits = replace(server, max_connections=max(connections, 1), max_upload_bytes=upload_bytes)
+    return replace(config, server=limits)
+
+
 class Parent:
     def __init__(self, config: AengineConfig, engine: AsyncEngine, hub: Hub, count: int) -> None:
         self._config = config
@@ -58,7 +69,7 @@ class Parent:
     async def run(self, on_listening: Callable[[str], None], on_ready: Callable[[], None]) -> None:
         """Serves until SIGINT or SIGTERM, then drains; a second signal ends at once. Raises ConfigError when the
         address cannot be had, and what `engine.start` raised."""
-        with ExitStack() as closing, stop_signals(self._stopping), traces_on_signal(self._engine):
+        with ExitStack() as closing, stop_signals(self._stopping, self._kill), traces_on_signal(self._engine):
             sockets = [listening_sockets(self._config.server, closing)]
             port = sockets[0][0].getsockname()[1]
             sockets += [listening_sockets(self._config.server, closing, port) for _ in range(1, self._count)]
@@ -109,6 +120,16 @@ class Parent:
             child.wait()
         await self._engine.close()
 
+    def _kill(self) -> None:
+        """All front-ends, at once, from a signal handler: they do not outlive this process even for a moment."""
+        running = [child.pid for child in self._children.values() if child.returncode is None]
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in running:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
     # ---- children
 
     async def _keep(self, index: int, listening: list[socket.socket]) -> None:
@@ -141,7 +162,7 @@ class Parent:
             )
         pipe = await Pipe.over(ours, ToEngine)
         try:
-            pipe.send(Welcome(self._config, self._hub.all_up.is_set()))
+            pipe.send(Welcome(share(self._config, index, self._count), self._hub.all_up.is_set()))
             return await self._hub.serve(index, pipe)
         finally:
             pipe.cut()

@@ -45,7 +45,7 @@ from aengine.metrics import Metrics
 from aengine.models.store import ModelFiles, present
 from aengine.models.tokenizer import Tokenizer, load_tokenizer
 from aengine.timeline import Timeline
-from aengine.types import Grammar, Int32s, MediaInput, SamplingParams, StepOutputs
+from aengine.types import Grammar, HttpFigures, Int32s, MediaInput, SamplingParams, StepOutputs
 
 log = logging.getLogger("aengine.frontends")
 
@@ -174,7 +174,8 @@ class RemoteEngine:
         self._pipe.send(message)
 
     async def _tell(self) -> None:
-        """Counters once a second, which also says that this process lives; and how late its loop wakes."""
+        """Counters once a second, which also says that this process lives; and how late its loop wakes. What was
+        counted after the last message is lost with a process that is killed; one that leaves tells it in `close`."""
         told_s = 0.0
         while True:
             due_s = time.monotonic() + LAG_EVERY_S
@@ -335,6 +336,9 @@ class RemoteEngine:
     async def trace(self, seconds: float) -> bytes:
         """Of the engine process."""
         return (await self._ask("trace", seconds=seconds)).body
+
+    def bind_http(self, told: Callable[[], HttpFigures]) -> None:
+        self._metrics.bind_http(told)
 
     async def metrics_text(self) -> bytes:
         return (await self._ask("metrics")).body

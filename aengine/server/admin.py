@@ -55,8 +55,7 @@ async def health(request: web.Request) -> web.StreamResponse:
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:
-    context = request.app[CONTEXT]
-    body = await context.engine.metrics_text() + context.counters.render()
+    body = await request.app[CONTEXT].engine.metrics_text()
     return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
 

@@ -44,7 +44,18 @@ class _Progress:
 class CompletionFrames:
     """The frames of one streamed completion."""
 
-    __slots__ = ("_after", "_fast", "_fixed", "_heads", "_job", "_no_end", "_options", "_plain", "_progress", "_wants_ids")
+    __slots__ = (
+        "_after",
+        "_fast",
+        "_fixed",
+        "_heads",
+        "_job",
+        "_no_end",
+        "_options",
+        "_plain",
+        "_progress",
+        "_wants_ids",
+    )
 
     def __init__(self, job: Job, options: CompletionOptions, text: TokenTexts) -> None:
         self._job = job

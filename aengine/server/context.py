@@ -38,6 +38,7 @@ class ServerContext:
         self.config = config
         self.draining = False
         self.counters = Counters()
+        engine.bind_http(self.counters.figures)
         self.uploads = Uploads(
             self.counters,
             max_bytes=config.max_body_bytes,

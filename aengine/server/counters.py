@@ -1,13 +1,15 @@
 """What happens at the socket, counted.
 
-Owns: `Counters` and its Prometheus text.
-Does not know: who counts, the engine's own metrics.
-Invariants: every kind is there from the beginning, with 0; the text ends with a newline.
+Owns: `Counters`.
+Does not know: who counts, how it is shown.
+Invariants: every kind is there from the beginning, with 0.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+
+from aengine.types import HttpFigures
 
 EVENTS = (
     "malformed",  # not HTTP, or beyond the limits of a head
@@ -28,17 +30,5 @@ class Counters:
         self.busy = 0
         self.upload_bytes = 0
 
-    def render(self) -> bytes:
-        lines = ["# HELP aengine:http_faults_total Connections and requests that were cut.", *self._events()]
-        for name, text, value in (
-            ("connections", "Open connections.", self.connections),
-            ("connections_busy", "Connections with a request under way.", self.busy),
-            ("upload_bytes", "Bytes of bodies that are being read.", self.upload_bytes),
-        ):
-            lines += [f"# HELP aengine:http_{name} {text}", f"# TYPE aengine:http_{name} gauge"]
-            lines += [f"aengine:http_{name} {value}"]
-        return "\n".join([*lines, ""]).encode()
-
-    def _events(self) -> list[str]:
-        counts = [f'aengine:http_faults_total{{kind="{kind}"}} {count}' for kind, count in self.events.items()]
-        return ["# TYPE aengine:http_faults_total counter", *counts]
+    def figures(self) -> HttpFigures:
+        return HttpFigures(dict(self.events), self.connections, self.busy, self.upload_bytes)

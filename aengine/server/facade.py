@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aengine.server.parsers.regions import RegionStream
-from aengine.types import MediaInput, OutputDelta, SamplingParams, TokenLogprob
+from aengine.types import HttpFigures, MediaInput, OutputDelta, SamplingParams, TokenLogprob
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
@@ -138,7 +138,8 @@ class Engine(Protocol):
     def health(self) -> HealthView: ...
     async def reset_prefix_cache(self) -> None: ...
     async def trace(self, seconds: float) -> bytes: ...  # Chrome's trace event JSON of the last seconds
-    async def metrics_text(self) -> bytes: ...  # Prometheus text
+    def bind_http(self, told: Callable[[], HttpFigures]) -> None: ...  # this process's own, for `metrics_text`
+    async def metrics_text(self) -> bytes: ...  # Prometheus text, summed over all processes that serve
 
 
 JsonObject = Mapping[str, Any]

@@ -123,8 +123,8 @@ async def _shut_down(engine: Engine, context: ServerContext, runner: web.AppRunn
 
 
 @contextmanager
-def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
-    """First signal: stop. Second: leave at once, whatever threads are doing."""
+def stop_signals(stopping: asyncio.Event, before_end: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """First signal: stop. Second: leave at once, whatever threads are doing, but behind `before_end`."""
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
@@ -132,7 +132,7 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
         stopping.set()
         for each in _SIGNALS:  # a plain handler: it must work when the loop is stuck
             loop.remove_signal_handler(each)
-            signal.signal(each, _end_at_once)
+            signal.signal(each, lambda number, _: _end_at_once(number, before_end))
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
@@ -163,7 +163,8 @@ def traces_on_signal(engine: Traced) -> Iterator[None]:
             task.cancel()
 
 
-def _end_at_once(number: int, frame: object) -> None:
+def _end_at_once(number: int, before_end: Callable[[], object]) -> None:
     log.warning("second signal: ending at once")
+    before_end()
     logging.shutdown()
     os._exit(128 + number)

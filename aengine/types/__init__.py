@@ -7,6 +7,7 @@ plain data, so any border can become a process border.
 """
 
 from aengine.types.arrays import Bools, Float32s, Int32s, Int64s
+from aengine.types.figures import HttpFigures
 from aengine.types.outputs import (
     NO_HANDLES,
     NO_TOKENS,
@@ -50,6 +51,7 @@ __all__ = [
     "FinishReason",
     "Float32s",
     "Grammar",
+    "HttpFigures",
     "Int32s",
     "Int64s",
     "Logprobs",

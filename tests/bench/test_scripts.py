@@ -71,6 +71,36 @@ def test_output_path_measures_the_servers_streams() -> None:
         assert row["bytes"] > 150
 
 
+def test_overlap_compares_modes_over_http(unused_tcp_port: int) -> None:
+    done = run_bench(
+        "overlap.py",
+        *("--clients", "4", "--prompt-tokens", "40", "--max-tokens", "12", "--sim-scale", "0.5", "--watch-s", "0.05"),
+        *("--port", str(unused_tcp_port), "--only", "depth 1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])["modes"]["depth 1"]
+    assert told["answered"] == 4
+    assert told["failed"] == 0
+    assert told["tokens"] == 4 * 12
+    assert 0 <= told["idle_whole"]["total"] <= 100
+
+
+def test_overlap_s_limits_are_found_by_bisection() -> None:
+    import overlap
+
+    for edge in range(8):
+        asked: list[int] = []
+
+        def good(rung: int, asked: list[int] = asked, edge: int = edge) -> bool:
+            asked.append(rung)
+            return rung >= edge
+
+        assert overlap.first_good(range(7), good) == (edge if edge < 7 else None)
+        assert len(asked) <= 3
+    answers = iter([True, None])
+    assert overlap.first_good(range(7), lambda _: next(answers)) == 3
+
+
 def test_gpu_check_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = run_bench("gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out))

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -31,6 +32,14 @@ def server() -> Iterator[Server]:
 def children(server: Server) -> list[int]:
     pid = server.process.pid
     return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def alive(pid: int) -> bool:
+    """A process that ended and was not reaped is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 async def stream(url: str, i: int, tokens: int) -> list[int] | None:
@@ -89,6 +98,50 @@ async def test_a_killed_front_end_costs_its_own_streams_and_is_restarted(server:
 def test_any_front_end_tells_the_counters_of_all(server: Server) -> None:
     seen = {server.metric("vllm:generation_tokens_total") for _ in range(8)}  # a connection each
     assert len(seen) == 1
+
+
+TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}}}
+TOOL["parameters"] |= {"required": ["town"], "additionalProperties": False}  # type: ignore[operator]
+SCHEMA = TOOL["parameters"]
+ASKED = [{"role": "user", "content": "Where to?"}]
+
+
+def test_every_api_works_through_a_front_end(server: Server) -> None:
+    for _ in range(3):  # a connection each: the front-ends take turns
+        form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
+        chat = {"messages": ASKED, "max_tokens": 60, "response_format": form}
+        answer: Any = server.post("/v1/chat/completions", chat)
+        assert json.loads(answer["choices"][0]["message"]["content"])["town"] in ("Rome", "Oslo")
+        chat = {"messages": ASKED, "max_tokens": 60, "tools": [{"type": "function", "function": TOOL}]}
+        answer = server.post("/v1/chat/completions", {**chat, "tool_choice": "required"})
+        (call, *_) = answer["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["town"] in ("Rome", "Oslo")
+        answer = server.post("/v1/responses", {"input": "Where to?", "max_output_tokens": 16})
+        assert answer["usage"]["output_tokens"] > 0
+        assert answer["object"] == "response"
+        answer = server.post("/v1/messages", {"model": "smollm2-135m", "messages": ASKED, "max_tokens": 16})
+        assert answer["usage"]["output_tokens"] > 0
+        assert answer["type"] == "message"
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["a second SIGTERM", "SIGKILL"])
+async def test_front_ends_are_gone_when_the_engine_process_is(end: signal.Signals) -> None:
+    with serve(*SIM, *STEP) as running:
+        streams = [asyncio.create_task(stream(running.url, i, 400)) for i in range(4)]
+        await asyncio.sleep(0.3)
+        pids = children(running)
+        assert len(pids) == 2
+        if end is signal.SIGTERM:
+            running.process.send_signal(end)
+            await asyncio.sleep(0.2)
+        running.process.send_signal(end)
+        await asyncio.to_thread(running.process.wait, 10)
+        left = [pid for pid in pids if alive(pid)]
+        for _ in range(50 if end is signal.SIGKILL else 0):  # the system kills them: at once, but not before
+            left = [pid for pid in left if alive(pid)]
+            await asyncio.sleep(0.01)
+        assert not left
+        assert await asyncio.gather(*streams) == [None] * 4
 
 
 async def test_sigterm_drains_all_front_ends() -> None:

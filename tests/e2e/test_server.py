@@ -158,35 +158,38 @@ async def stream_ids(
     return ids
 
 
-async def test_64_streams_are_even_and_complete(server: Server) -> None:
-    """One token a chunk: nothing is batched up on the way while the device steps back to back."""
+async def test_64_streams_are_complete_and_even(either: Server, server: Server) -> None:
+    """One token a chunk: nothing is batched up on the way while the device steps back to back. A front-end may come
+    late for a step, when processes share cores; what it then merges is whole."""
     seen: list[list[tuple[float, int]]] = [[] for _ in range(64)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        tasks = [stream_ids(session, server.url, f"Story number {i}:", 32, seen[i]) for i in range(64)]
+        tasks = [stream_ids(session, either.url, f"Story number {i}:", 32, seen[i]) for i in range(64)]
         ids = await asyncio.gather(*tasks)
     assert [len(each) for each in ids] == [32] * 64
+    if either is not server:
+        return
     sizes = collections.Counter(size for stream in seen for _, size in stream)
     assert sizes[1] > 0.95 * sum(sizes.values()), sizes
     assert max(sizes) <= 3, sizes
 
 
-async def test_200_cancelled_long_prompts_leave_an_empty_pool(server: Server) -> None:
+async def test_200_cancelled_long_prompts_leave_an_empty_pool(either: Server) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def one(i: int) -> None:
             prompt = [(i * 7919 + j * 31) % 40_000 + 100 for j in range(2000)]
             try:
                 async with asyncio.timeout(0.5 + i * 1e-3):
-                    await stream_ids(session, server.url, prompt, 64)
+                    await stream_ids(session, either.url, prompt, 64)
             except TimeoutError:
                 return
 
         await asyncio.gather(*(one(i) for i in range(200)))
-        await asyncio.to_thread(server.wait_idle, 30)
+        await asyncio.to_thread(either.wait_idle, 30)
         began = time.perf_counter()
-        assert len(await stream_ids(session, server.url, "Still there?", 4)) == 4
+        assert len(await stream_ids(session, either.url, "Still there?", 4)) == 4
         print(f"the next request was answered in {time.perf_counter() - began:.2f} s")
-    assert server.metric("vllm:num_requests_running") == 0
+    assert either.metric("vllm:num_requests_running") == 0
 
 
 BAD: list[tuple[bytes, int]] = [

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from aengine import FinishReason, SamplingParams
-from aengine.config import ServerConfig
+from aengine.config import AengineConfig, ServerConfig
 from aengine.errors import (
     ContextLengthExceeded,
     EngineDead,
@@ -25,7 +25,7 @@ from aengine.errors import (
 from aengine.frontends import parent, seat, wire
 from aengine.frontends.seat import Seat
 from aengine.frontends.wire import Fault, Submit, Up
-from aengine.types import Admitted, Grammar, MediaInput, StepOutputs
+from aengine.types import Admitted, Grammar, HttpFigures, MediaInput, StepOutputs
 from tests.engine.conftest import VOCAB, Sim, engine
 from tests.engine.test_engine import oracle
 from tests.frontends.conftest import house
@@ -254,6 +254,37 @@ async def test_counters_are_sums_whoever_is_asked(sim: Sim) -> None:
             assert 'vllm:generation_tokens_total{model_name="sim"} 60.0' in text
             assert 'vllm:request_success_total{finished_reason="length",model_name="sim"} 3.0' in text
             assert 'vllm:time_to_first_token_seconds_count{model_name="sim"} 3.0' in text
+
+
+async def test_socket_figures_are_sums_and_outlive_who_leaves_in_order(sim: Sim) -> None:
+    seen = [HttpFigures({"evicted": 0, "stalled": 1}, 5, 2, 70), HttpFigures({"evicted": 3, "stalled": 0}, 4, 1)]
+
+    def told(text: bytes) -> dict[str, float]:
+        found = re.findall(r'^aengine:http_(\w+){(?:kind="(\w+)",)?model_name="sim"} (\S+)$', text.decode(), re.M)
+        return {kind or name: float(value) for name, kind, value in found}
+
+    async with house(sim, fronts=2) as home:
+        for front, figures in zip(home.fronts, seen, strict=True):
+            front.bind_http(lambda figures=figures: figures)  # type: ignore[misc]
+        both = {"evicted": 3, "stalled": 1, "connections": 9, "connections_busy": 3, "upload_bytes": 70}
+        for front in home.fronts:
+            assert told(await front.metrics_text()) == both
+        seen_last = HttpFigures({"evicted": 8, "stalled": 1}, 5, 2, 70)
+        home.fronts[0].bind_http(lambda: seen_last)
+        await home.fronts[0].close()
+        await home.serving[0]
+        after = {"evicted": 11, "stalled": 1, "connections": 4, "connections_busy": 1, "upload_bytes": 0}
+        assert told(await home.fronts[1].metrics_text()) == after
+
+
+def test_limits_of_the_server_are_shared() -> None:
+    whole = AengineConfig(server=ServerConfig(max_connections=11, max_upload_bytes=2**26, max_body_bytes=2**24))
+    shares = [parent.share(whole, index, 3).server for index in range(3)]
+    assert [server.max_connections for server in shares] == [4, 4, 3]
+    assert {server.max_upload_bytes for server in shares} == {2**26 // 3}
+    assert parent.share(whole, 63, 64).server.max_connections == 1
+    assert parent.share(whole, 0, 64).server.max_upload_bytes == 2**24
+    assert parent.share(whole, 2, 3).engine == whole.engine
 
 
 async def test_kept_images_are_bounded_and_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from aengine.errors import ContextLengthExceeded
+from aengine.metrics import Metrics
 from aengine.types import FinishReason, MediaInput, OutputDelta, TokenLogprob
 
 BOS, EOS = 256, 257
@@ -35,11 +36,6 @@ class FakeHealth:
     ok: bool
     phase: str
     reason: str | None = None
-
-
-class FakeMetrics:
-    def render(self):
-        return b"# HELP vllm:num_requests_running x\n# TYPE vllm:num_requests_running gauge\n"
 
 
 class FakeText:
@@ -182,7 +178,7 @@ class FakeEngine:
     phase: str = "ready"
     model: FakeModel = field(default_factory=FakeModel)
     text: FakeText = field(default_factory=FakeText)
-    metrics: FakeMetrics = field(default_factory=FakeMetrics)
+    metrics: Metrics = field(default_factory=lambda: Metrics("fake"))
     open: set = field(default_factory=set)
     aborted: list = field(default_factory=list)
     streams: list = field(default_factory=list)
@@ -242,6 +238,9 @@ class FakeEngine:
 
     async def reset_prefix_cache(self):
         self.resets += 1
+
+    def bind_http(self, told):
+        self.metrics.bind_http(told)
 
     async def metrics_text(self):
         return self.metrics.render()

@@ -198,8 +198,8 @@ async def test_counters_are_on_the_metrics_page():
     async with gated() as (port, _, _gate):
         reader, _ = await send(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         text = (await reader.read()).decode()
-    assert 'aengine:http_faults_total{kind="malformed"} 0' in text
-    assert "aengine:http_connections_busy 1" in text
+    assert 'aengine:http_faults_total{kind="malformed",model_name="fake"} 0.0' in text
+    assert 'aengine:http_connections_busy{model_name="fake"} 1.0' in text
 
 
 def test_the_gate_asks_the_system_first(monkeypatch):

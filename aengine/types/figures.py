@@ -1,0 +1,16 @@
+"""What processes that listen tell of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class HttpFigures(msgspec.Struct, frozen=True):
+    """What one listening process has seen at its sockets: faults by kind, which only grow, and what is open now."""
+
+    faults: Mapping[str, int] = {}
+    connections: int = 0
+    connections_busy: int = 0
+    upload_bytes: int = 0
