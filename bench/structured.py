@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=("cpu", "sim"))
     parser.add_argument("--rows", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--grammar", default="limited", choices=sorted(LONG))
     args = parser.parse_args()
@@ -225,7 +225,8 @@ def main() -> None:
         told = asyncio.run(hostile())
     else:
         rows = args.rows or (512 if args.device == "sim" else 32)
-        told = asyncio.run(throughput(args.device, rows, args.tokens, args.pairs, args.grammar))
+        tokens = args.tokens or (256 if args.device == "sim" else 64)
+        told = asyncio.run(throughput(args.device, rows, tokens, args.pairs, args.grammar))
     print(json.dumps({"claim": args.claim, **told}, ensure_ascii=False))
 
 
