@@ -32,6 +32,7 @@ from bench.random_schemas import random_schema
 
 PROFILE = "h100-llama8b"  # the modelled device, at its own speed: 8.3 ms a step of 512 decoding rows
 
+
 def engine_config(device: str, rows: int, *, kv: int) -> EngineConfig:
     return EngineConfig(
         model=ModelConfigArgs(model="smollm2-135m", max_model_len=1024),
