@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _SPECIAL = b"\xff"  # no UTF-8 text holds this byte
 _SPLIT = 4096  # texts whose tokens are kept
 _SPLIT_CHARS = 256  # longer ones are not: a forced text is mostly a key or a few signs
-# A mask is made of parts known beforehand: whichever of these sets a state allows whole is not looked at token by token.
-# The last ones are the library's; the shorter ones spare most of the work in a text that nears its greatest length.
+# A mask is put together from sets made beforehand: one that a state allows as a whole is not looked at token by token.
+# The longer ones are the library's own; the shorter ones save half the work in texts that near their greatest length.
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
 _SETS = (r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 15, 30)), f"{_TEXT}+")
 
