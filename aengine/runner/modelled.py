@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aengine.runner.sim import allowed_token
+from aengine.runner.sim import allowed_tokens
 from aengine.runner.step import Undecided
 from aengine.types import Choices, Int32s, Int64s, Logprobs, StepPlan, StepResult
 
@@ -141,8 +141,7 @@ class ModelledExecutor:
     def _decide(
         self, plan: StepPlan, tokens: Int32s, counts: Int32s, began_s: float, step_s: float, choices: Choices
     ) -> StepResult:
-        for row, mask in zip(choices.rows.tolist(), choices.masks, strict=True):
-            tokens[row, 0] = allowed_token(int(tokens[row, 0]), mask)
+        tokens[choices.rows, 0] = allowed_tokens(tokens[choices.rows, 0], choices.masks)
         return self._result(plan, tokens, counts, began_s, step_s)
 
     def _result(self, plan: StepPlan, tokens: Int32s, counts: Int32s, began_s: float, step_s: float) -> StepResult:

@@ -84,15 +84,23 @@ def sim_token(ids: Sequence[int] | Int32s, vocab: int, seed: int = 0) -> int:
     return (state ^ (state >> 32)) % vocab
 
 
-def allowed_token(token: int, mask: Int32s) -> int:
-    """`token` if `mask` allows it, else the next that it does, going round. The mask allows some token."""
-    word, bit = divmod(token, 32)
-    here = int(mask[word]) & _WORD & (-1 << bit)
-    if not here:
-        later = mask[word + 1 :].nonzero()[0]
-        word = word + 1 + int(later[0]) if len(later) else int(mask.nonzero()[0][0])
-        here = int(mask[word]) & _WORD
-    return word * 32 + (here & -here).bit_length() - 1
+def allowed_tokens(tokens: Int32s, masks: Int32s) -> Int32s:
+    """Each of `tokens` [n] if its mask allows it, else the next that it does, going round; masks int32 [n, W], each of
+    which allows some token."""
+    words, bits = tokens >> 5, tokens & 31
+    refused = ((masks[np.arange(len(tokens)), words] >> bits) & 1 == 0).nonzero()[0]
+    if not len(refused):
+        return tokens
+    some = masks[refused]  # the row's own word without the bits below the token; the other words behind it come first
+    own = some[np.arange(len(refused)), words[refused]] & (np.int32(-1) << bits[refused])
+    later = (some != 0) & (np.arange(some.shape[1]) > words[refused, None])
+    found = np.where(later.any(1), later.argmax(1), (some != 0).argmax(1))
+    word = np.where(own != 0, words[refused], found)
+    value = np.where(own != 0, own, some[np.arange(len(refused)), found]).astype(np.int64) & _WORD
+    lowest = np.frexp((value & -value).astype(np.float64))[1] - 1  # a power of two
+    allowed = tokens.copy()
+    allowed[refused] = word * 32 + lowest
+    return allowed
 
 
 class SimExecutor:
@@ -166,8 +174,10 @@ class SimExecutor:
         return [self._sample(plan, row, ids) for row, ids in enumerate(inputs)]
 
     def _decide(self, plan: StepPlan, drawn: list[list[int]], choices: Choices) -> StepResult:
-        for row, mask in zip(choices.rows.tolist(), choices.masks, strict=True):
-            drawn[row] = [allowed_token(drawn[row][0], mask)]
+        rows = choices.rows.tolist()
+        tokens = allowed_tokens(np.array([drawn[row][0] for row in rows], np.int32), choices.masks)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            drawn[row] = [token]
         return self._result(plan, drawn)
 
     def _result(self, plan: StepPlan, drawn: list[list[int]]) -> StepResult:

@@ -30,11 +30,12 @@ Ending = tuple["Sequence", FinishReason, int | None, str | None]
 def advance(scheduler: Scheduler, slots: Int64s, tokens: Int32s) -> list[Ending]:
     """One token more for each of `slots`; those that a grammar ends with it."""
     endings: list[Ending] = []
-    for i in scheduler.columns.structured[slots].nonzero()[0].tolist():
-        sequence = scheduler.at(int(slots[i]))
+    ruled = scheduler.columns.structured[slots].nonzero()[0]
+    for slot, token in zip(slots[ruled].tolist(), tokens[ruled].tolist(), strict=True):
+        sequence = scheduler.at(slot)
         matcher = sequence.matcher
         assert matcher is not None
-        matcher.accept(int(tokens[i]))
+        matcher.accept(token)
         endings += _ending(sequence, matcher)
     return endings
 
@@ -48,8 +49,8 @@ def _ending(sequence: Sequence, matcher: Matcher) -> list[Ending]:
 def broken_rows(scheduler: Scheduler, plan: StepPlan) -> dict[int, str]:
     """Deferred rows whose mask could not be made, and why."""
     broken = {}
-    for row in plan.deferred.tolist():
-        sequence = scheduler.sequence(int(plan.handles[row]))
+    for row, handle in zip(plan.deferred.tolist(), plan.handles[plan.deferred].tolist(), strict=True):
+        sequence = scheduler.sequence(handle)
         if sequence is not None and sequence.matcher is not None and sequence.matcher.error is not None:
             broken[row] = sequence.matcher.error
     return broken
@@ -60,10 +61,9 @@ def decide_rows(scheduler: Scheduler, plan: StepPlan) -> tuple[Int64s, list[Matc
     c = scheduler.columns
     rows: list[int] = []
     matchers: list[Matcher] = []
-    for row in plan.deferred.tolist():
-        slot = int(plan.slots[row])
-        if c.handle[slot] != plan.handles[row] or c.mute[slot]:
-            continue
+    slots = plan.slots[plan.deferred]
+    heard = (c.handle[slots] == plan.handles[plan.deferred]) & ~c.mute[slots]
+    for row, slot in zip(plan.deferred[heard].tolist(), slots[heard].tolist(), strict=True):
         sequence = scheduler.at(slot)
         assert sequence.matcher is not None
         if not _jump(scheduler, plan.step, sequence, sequence.matcher):
@@ -77,9 +77,12 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     sampling = sequence.request.sampling
     if sampling.logprobs is not None or sampling.needs_history:
         return False
+    forced = matcher.forced()
+    if not forced:
+        return False
     c, slot = scheduler.columns, sequence.slot
     said, most = int(c.known[slot]) - sequence.prompt_tokens, int(c.limit[slot] - c.known[slot])
-    forced = _before_stop(sequence, matcher.forced()[:most], said)
+    forced = _before_stop(sequence, forced[:most], said)
     if not forced:
         return False
     ending: list[Ending] = []

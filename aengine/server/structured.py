@@ -18,7 +18,7 @@ from aengine.server.schemas import GenerationBody
 from aengine.types import Grammar
 
 Constraint = tuple[str, Grammar]
-"""(the field that asked for it, the grammar)"""
+"""(what asked for it: a field, or a field and a key in it, `field.key`; the grammar)"""
 
 
 def constraint(body: GenerationBody) -> Constraint | None:
@@ -26,14 +26,15 @@ def constraint(body: GenerationBody) -> Constraint | None:
     found = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
-        raise InvalidRequest(f"{names} restrict the answer at once; only one may", param=found[1][0])
+        message = f"{names} restrict the answer at once; one is allowed"
+        raise InvalidRequest(message, param=_field(found[1][0]))
     return found[0] if found else None
 
 
 def as_sent(error: InvalidRequest, body: GenerationBody) -> InvalidRequest:
     """The engine speaks of a grammar; the client sent one of the fields."""
     if error.param == "grammar" and (asked := constraint(body)) is not None:
-        error.param = asked[0]
+        error.param = _field(asked[0])
         error.message = f"{asked[0]}: {error.message}"
     return error
 
@@ -68,7 +69,7 @@ def _structured_outputs(body: GenerationBody) -> list[Constraint]:
             raise InvalidRequest(
                 f"structured_outputs: {shown!r} is not available on this server", param="structured_outputs"
             )
-        found.append(("structured_outputs", make(f"structured_outputs.{name}", value)))
+        found.append((f"structured_outputs.{name}", make(f"structured_outputs.{name}", value)))
     return found
 
 

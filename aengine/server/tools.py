@@ -129,7 +129,15 @@ def _tool(tool: dict[str, Any], path: str) -> Tool:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidRequest(f"{path}.function.parameters is no JSON schema", param=f"{path}.function.parameters")
-    return Tool(function["name"], parameters or {}, function.get("strict") is True)
+    strict = function.get("strict") is True
+    kind = (parameters or {}).get("type", "object")
+    if strict and kind != "object":
+        raise InvalidRequest(
+            f"{path}.function.parameters.type is {shorten(json.dumps(kind), 40)}; arguments are an object, and strict"
+            " asks that the schema be followed",
+            param=f"{path}.function.parameters.type",
+        )
+    return Tool(function["name"], parameters or {}, strict)
 
 
 # ---- prompts of models whose templates know no tools

@@ -29,7 +29,7 @@ from aengine.memory import (
     plan,
 )
 from aengine.prefix_cache import PrefixCache
-from aengine.runner.sim import SimExecutor, SimGroup, allowed_token, sim_token
+from aengine.runner.sim import SimExecutor, SimGroup, sim_token
 from aengine.runner.step import Undecided
 from aengine.scheduler import Scheduler
 from aengine.types import (
@@ -122,7 +122,8 @@ def ruled_oracle(
 
 def next_allowed(token: int, grammar: ToyMatcher) -> int:
     """As the simulated device chooses."""
-    return allowed_token(token, grammar.mask())
+    allowed = grammar.allowed()
+    return next((one for one in allowed if one >= token), allowed[0])
 
 
 class OracleDrafter:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from aengine.runner.modelled import ModelledExecutor, following
+from aengine.runner.sim import allowed_tokens
 from aengine.runner.sim_profiles import PROFILES
 from aengine.types import SamplingParams, SlotSetup, StepPlan, TokenRules
 
@@ -112,3 +113,19 @@ def test_the_profile_of_1024_rows_is_what_its_bytes_take():
     assert 0.024 < step_s < 0.026
     compute_bound = PROFILES["h100-llama8b"].step_s(1, 4096, 4096)
     assert compute_bound == pytest.approx(4096 * 2 * 8.03e9 / 989e12)
+
+
+@pytest.mark.parametrize("words", [1, 3, 40])
+@pytest.mark.parametrize("density", [1, 2, 31, 2000])
+def test_a_token_that_is_not_allowed_gives_way_to_the_next_that_is(words, density):
+    rng = np.random.default_rng(words * density)
+    bits = np.zeros((50, 32 * words), np.uint8)
+    for row in bits:
+        row[rng.integers(0, 32 * words, density)] = 1
+    tokens = rng.integers(0, 32 * words, 50).astype(np.int32)
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    expected = [
+        next(token for token in (*range(first, 32 * words), *range(first)) if row[token])
+        for first, row in zip(tokens.tolist(), bits, strict=True)
+    ]
+    assert allowed_tokens(tokens, masks).tolist() == expected

@@ -191,9 +191,11 @@ def test_how_a_text_is_cut_changes_nothing(parts, cuts, format, think, flags):
     whole = parse([text], **form)
     assert parse([text[a:b] for a, b in itertools.pairwise(bounds)], **form) == whole
     assert parse(list(text), **form) == whole
-    if not any(entry[0] == "call" for entry in whole) and not think:
-        assert "".join(entry[1] for entry in whole) == text
-    if not form["enforced"]:
+    if form["enforced"]:
+        assert not any(entry[0] == "text" for entry in whole)
+    else:
+        if not any(entry[0] == "call" for entry in whole) and not think:
+            assert "".join(entry[1] for entry in whole) == text
         assert all(isinstance(json.loads(entry[2]), dict) for entry in whole if entry[0] == "call")
 
 
@@ -206,6 +208,21 @@ def test_an_enforced_call_streams_as_it_comes():
     assert sum(isinstance(piece, CallStart) for pieces in feeds for piece in pieces) == 1
     held = Cutter(format=HERMES, tools=TOOLS)
     assert not any(piece for char in text[:-20] for piece in held.feed(char))
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'),
+        (LLAMA3_JSON, '{"name": "weather", "parameters": {"city": "Rome"}}'),
+        (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'),
+        (QWEN, "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"),
+    ],
+)
+def test_an_enforced_call_that_was_cut_short_is_never_text(format, text):
+    for end in range(len(text)):
+        for feeds in ([text[:end]], list(text[:end])):
+            assert all(entry[0] == "call" for entry in parse(feeds, format=format, enforced=True))
 
 
 def test_text_and_thoughts_are_not_held_longer_than_needed():

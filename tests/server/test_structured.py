@@ -99,3 +99,13 @@ async def test_without_any_of_them_there_is_no_grammar(serve, chat_body):
     client, engine = await serve()
     await client.post(CHAT, json=chat_body(response_format={"type": "text"}, structured_outputs={}))
     assert engine.submitted[0]["sampling"].grammar is None
+
+
+async def test_two_keys_at_once_are_both_named(serve, chat_body):
+    client, _ = await serve()
+    body = chat_body(structured_outputs={"json": SCHEMA, "regex": "a"})
+    response = await client.post(CHAT, json=body)
+    error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, "structured_outputs")
+    assert error["message"].startswith("structured_outputs.json and structured_outputs.regex ")
+    assert "one is allowed" in error["message"]

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from aengine.models.detokenize import byte_alphabet
 from aengine.server.answers import AnswerForm
+from aengine.server.parsers.declared import declared_only
 from aengine.server.parsers.enforce import Tool
 from aengine.server.parsers.formats import HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_ARRAY, QWEN
 from aengine.server.parsers.thinking import THINK
@@ -396,6 +397,55 @@ async def test_what_is_enforced_is_what_is_read(marked, format, text, thinks):
     pieces = [*parser.feed(thought + text), *parser.finish()]
     kinds = [type(piece).__name__ for piece in pieces if type(piece).__name__ != "CallArguments"]
     assert kinds == ["Reasoning"] * thinks + ["CallStart"] * (1 + (format is not QWEN))
+
+
+INNER = {"type": "object", "properties": {"x": {"type": "integer"}}}
+CLOSED = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        (INNER, INNER | CLOSED),
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}} | CLOSED),
+        (
+            {"properties": {"a": {"type": "array", "items": INNER}}},
+            {"properties": {"a": {"type": "array", "items": INNER | CLOSED}}} | CLOSED,
+        ),
+        ({"anyOf": [INNER, {"$ref": "#/$defs/d"}], "$defs": {"d": INNER}}, None),
+        (INNER | {"additionalProperties": True}, INNER | {"additionalProperties": True}),
+        (INNER | {"patternProperties": {"^a": {}}}, INNER | {"patternProperties": {"^a": {}}}),
+        (INNER | {"required": ["x", "y"]}, INNER | {"required": ["x", "y"]}),
+        (INNER | {"minProperties": 2}, INNER | {"minProperties": 2}),
+        (INNER | {"anyOf": [INNER]}, INNER | {"anyOf": [INNER]}),
+        ({"properties": {"a": {"allOf": [INNER, INNER]}}}, {"properties": {"a": {"allOf": [INNER, INNER]}}} | CLOSED),
+        ({"type": "object"}, {"type": "object"}),
+    ],
+)
+def test_an_enforced_call_has_declared_properties_only(schema, closed):
+    if closed is None:
+        closed = {"anyOf": [INNER | CLOSED, {"$ref": "#/$defs/d"}], "$defs": {"d": INNER | CLOSED}}
+    assert declared_only(schema) == closed
+
+
+async def test_no_properties_are_invented_in_a_forced_call(marked):
+    form = AnswerForm(
+        ToolUse((Tool("weather", {"type": "object", "properties": {"city": {}}}),), True, format=HERMES), None
+    )
+    grammar = (await form.sampling(SamplingParams(), marked.ids("x"), marked)).grammar
+    assert marked.admits(grammar, marked.ids(CALL))
+    assert not marked.admits(grammar, marked.ids(CALL.replace('"Rome"', '"Rome", "more": 1')))
+
+
+@pytest.mark.parametrize("kind", ["array", ["object", "null"], None])
+async def test_strict_arguments_must_be_an_object(serve, chat_body, kind):
+    client, _ = await serve()
+    function = {"name": "f", "strict": True, "parameters": {"type": kind}}
+    body = chat_body(tools=[{"type": "function", "function": function}], tool_choice="required")
+    response = await client.post("/v1/chat/completions", json=body)
+    error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, "tools[0].function.parameters.type")
+    assert json.dumps(kind) in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Owns: `Cutter`: thoughts first, then text and calls in turn.
 Does not know: which format; how pieces are shown.
 Invariants: pieces joined are all the text, but for marks, blanks around them, and calls beyond the first where only one
-was allowed. A call is shown when it is whole and valid; with `enforced`, where a grammar sees to that, as it comes.
+was allowed. A call is shown when it is whole and valid; with `enforced`, where a grammar sees to that, as it comes, and
+then there is no text: what is left of a call that was cut short is dropped.
 """
 
 from __future__ import annotations
@@ -212,6 +213,8 @@ class Cutter:
             return
         if isinstance(piece, Text):
             self._at_start = self._at_start and not piece.text.strip()
+            if self._enforced:
+                return
         last = self._pieces[-1] if self._pieces else None
         if isinstance(piece, Text) and isinstance(last, Text):
             self._pieces[-1] = Text(last.text + piece.text)

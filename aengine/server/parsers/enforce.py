@@ -3,7 +3,8 @@
 Owns: the Lark text of such grammars.
 Does not know: how a grammar is compiled or applied.
 Invariants: what a grammar made here admits is read by the same form's parser. Thoughts are free text up to their
-closing mark; what was asked of the answer holds behind it.
+closing mark; what was asked of the answer holds behind it. A call that a grammar enforces has the properties that its
+tool declares and no others, unless the schema says `additionalProperties` (`parsers/declared`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aengine.server.parsers.calls import JsonSchema
+from aengine.server.parsers.declared import declared_only
 from aengine.server.parsers.formats import CallFormat
 from aengine.server.parsers.thinking import ThinkMarks
 from aengine.types import Grammar
@@ -134,7 +136,7 @@ def _quoted(text: str) -> str:
 
 def _arguments(tool: Tool) -> dict[str, Any]:
     """The schema of a call's arguments, always an object, written as templates write JSON."""
-    schema = dict(tool.parameters) or {"properties": {}, "additionalProperties": False}
+    schema = declared_only(tool.parameters) or {"properties": {}, "additionalProperties": False}
     if not any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf")):
         schema["type"] = "object"
     return {**schema, "x-guidance": _WRITING if tool.strict else {**_WRITING, "lenient": True}}
