@@ -1,4 +1,9 @@
-"""What processes that listen tell of themselves."""
+"""What processes that listen tell of themselves.
+
+Owns: the figures that cross from a listening process to the one that renders metrics.
+Does not know: sockets, metrics' names.
+Invariants: faults only grow; sums over processes are meaningful for every field.
+"""
 
 from __future__ import annotations
 
