@@ -47,6 +47,55 @@ def f():
 
 See [this](https://example.org/a).
 """
+NESTED = """- [ ] open
+- [x] done
+
+  more
+- a
+  - b
+    1. c
+
+       ```py
+       x = 1
+       ```
+    2. d
+
+  > quote
+  > | a | b |
+  > |---|---|
+  > | 1 | 2 |
+
+text [a][1] and ![i](https://example.org/i.png) <b>html</b>
+
+<div>
+block
+</div>
+
+| h | i |
+|:-:|--:|
+| `c` | **d** |
+| e
+
+3. three
+4. <p>four</p>
+
+Head
+====
+
+> a
+> > b
+
+[1]: https://example.org
+"""
+DRAWN = """(async (text) => {
+    const { Markdown } = await import("/static/markdown.js");
+    const [grown, whole] = [0, 1].map(() => document.createElement("div"));
+    const growing = new Markdown(grown);
+    for (let end = 1; end < text.length; end += 1) growing.draw(text.slice(0, end), false);
+    growing.draw(text, true);
+    new Markdown(whole).draw(text, true);
+    return [grown.innerHTML, whole.innerHTML];
+})"""
 HOSTILE = """<script>window.broken = 1</script><img src=x onerror="window.broken = 2">
 [a](javascript:window.broken=3) [b](JaVaScRiPt&colon;window.broken=4) ![c](https://example.org/spy.png)
 
@@ -167,6 +216,18 @@ async def test_markdown_as_it_streams(tab: Page, shots: Path) -> None:
         await tab.until("document.querySelector('.md td')")
         assert await tab.js("document.querySelector('.md').innerHTML") == streamed
         await tab.screenshot(shots / "markdown.png")
+
+
+async def test_what_grows_is_what_is_drawn_at_once(tab: Page) -> None:
+    texts = [NESTED, "> " * 40 + "deep\n\n" + "".join("  " * i + "- l\n" for i in range(14)), "*a " * 60 + "*b*" * 60]
+    async with scripted(Script()) as script:
+        await tab.open(script.url)
+        for text in texts:
+            grown, whole = await tab.js(f"{DRAWN}({json.dumps(text)})")
+            assert grown == whole
+            if text is NESTED:
+                for part in ("<li><p>☑ done</p><p>more</p></li>", '<ol start="3">', '<td align="center">e</td>'):
+                    assert part in whole
 
 
 async def test_hostile_output_is_inert_and_nothing_else_is_asked(tab: Page) -> None:
