@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.chromium import CONTROL, SHIFT, Page, browser, new_tab, running_browser
+from tests.e2e.page_texts import HOSTILE, MARKDOWN, NESTED
 from tests.e2e.scripted import Refusal, Reply, Script, scripted
 from tests.e2e.serving import serve
 
@@ -31,62 +32,6 @@ KEPT = """new Promise((done) => { indexedDB.open("aengine").onsuccess = ({ targe
     behind.oncomplete = () => { database.close(); done(); };
 }; })"""
 
-MARKDOWN = """Three *points*, the `last` one in code:
-
-1. one
-2. two
-
-| name | size |
-|:--|--:|
-| a | 10 |
-
-```python
-def f():
-    return "<b>"
-```
-
-See [this](https://example.org/a).
-"""
-NESTED = """- [ ] open
-- [x] done
-
-  more
-- a
-  - b
-    1. c
-
-       ```py
-       x = 1
-       ```
-    2. d
-
-  > quote
-  > | a | b |
-  > |---|---|
-  > | 1 | 2 |
-
-text [a][1] and ![i](https://example.org/i.png) <b>html</b>
-
-<div>
-block
-</div>
-
-| h | i |
-|:-:|--:|
-| `c` | **d** |
-| e
-
-3. three
-4. <p>four</p>
-
-Head
-====
-
-> a
-> > b
-
-[1]: https://example.org
-"""
 DRAWN = """(async (text) => {
     const { Markdown } = await import("/static/markdown.js");
     const [grown, whole] = [0, 1].map(() => document.createElement("div"));
@@ -96,16 +41,6 @@ DRAWN = """(async (text) => {
     new Markdown(whole).draw(text, true);
     return [grown.innerHTML, whole.innerHTML];
 })"""
-HOSTILE = """<script>window.broken = 1</script><img src=x onerror="window.broken = 2">
-[a](javascript:window.broken=3) [b](JaVaScRiPt&colon;window.broken=4) ![c](https://example.org/spy.png)
-
-<a href="javascript:window.broken=5" onclick="window.broken=6">d</a> <svg onload="window.broken=7"><style>*{}</style>
-<iframe src="https://example.org/"></iframe><div style="background:url(https://example.org/)" class="message">
-
-```"><img/src=x/onerror=window.broken=8>
-x
-```
-"""
 
 
 @pytest.fixture(scope="module")
