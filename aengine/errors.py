@@ -149,10 +149,12 @@ class NoTokenAllowed(InvalidRequest):
 
 ALL_RULED_OUT = "all tokens are masked: the logits after masks and penalties are minus infinity everywhere"
 
+NOTHING_FOLLOWS = "no token of the vocabulary can follow: it cannot spell what the grammar asks for next"
+
 
 def row_error(message: str | None) -> AengineError:
     """What a row that failed alone with `message` stands for: a fault of its request, or of the step."""
-    if message == ALL_RULED_OUT:
+    if message in (ALL_RULED_OUT, NOTHING_FOLLOWS):
         return NoTokenAllowed(f"the request's constraints exclude every token ({message})")
     return StepFailed(message or "the request failed in the engine")
 

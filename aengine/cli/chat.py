@@ -259,11 +259,15 @@ def _read(ask: Ask) -> str:
     return "\n".join(lines).strip()
 
 
+FEWEST = 8  # tokens that say something about speed: those of one step come together
+
+
 def _figures(answer: Answer, took_s: float) -> str:
     ttft_s = answer.ttft_s if answer.ttft_s is not None else took_s
-    rate = (answer.tokens - 1) / (took_s - ttft_s) if answer.tokens > 1 and took_s > ttft_s else 0.0
+    writing_s = took_s - ttft_s
+    rate = f" · {(answer.tokens - 1) / writing_s:.1f} tokens/s" if answer.tokens >= FEWEST and writing_s > 0 else ""
     prompt = f"{answer.prompt_tokens} prompt tokens ({answer.cached_tokens} cached)"
-    return f"[{prompt} · first token {ttft_s:.2f} s · {answer.tokens} tokens · {rate:.1f} tokens/s]"
+    return f"[{prompt} · first token {ttft_s:.2f} s · {answer.tokens} tokens{rate}]"
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, factory: Factory = real_engine) -> int:
         return print_config(config)
     if args.stream and args.json:
         raise UsageError("--stream and --json exclude each other")
-    prompt = sys.stdin.read().removesuffix("\n") if args.prompt in (None, "-") else args.prompt
+    prompt = _prompt(args.prompt)
     sampling = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, seed=args.seed, max_tokens=args.max_tokens
     )
@@ -45,6 +45,16 @@ def run(args: argparse.Namespace, factory: Factory = real_engine) -> int:
     else:
         print("" if args.stream else output.outputs[0].text)
     return 0
+
+
+def _prompt(given: str | None) -> str:
+    """Raises UsageError when there is none: what is piped in is one, a terminal that was not asked for is not."""
+    if given is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give PROMPT, pipe a text in, or - to type one")
+    text = sys.stdin.read().removesuffix("\n") if given in (None, "-") else given
+    if not text:
+        raise UsageError("the prompt is empty")
+    return text
 
 
 async def _generate(

@@ -25,12 +25,14 @@ Messages = list[dict[str, Any]]
 
 
 class Report(Protocol):
-    """What start-up took: phases in seconds, a memory ledger in bytes, notes for the reader."""
+    """What start-up took: phases in seconds, a memory ledger in bytes, the table of pages, notes for the reader."""
 
     @property
     def phases(self) -> tuple[tuple[str, float], ...]: ...
     @property
     def ledger(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def pages(self) -> tuple[str, ...]: ...
     @property
     def lines(self) -> tuple[str, ...]: ...
 

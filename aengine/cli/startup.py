@@ -95,7 +95,7 @@ def table(report: Report, total_s: float) -> str:
     if report.ledger:
         ledger = [*report.ledger, ("total", sum(size for _, size in report.ledger))]
         parts.append(_columns("memory", "", [(name, binary_size(size)) for name, size in ledger]))
-    parts.append("\n".join(report.lines))
+    parts.append("\n".join((*report.pages, *report.lines)))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -121,11 +121,9 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         return make_sim(config, files, ledger)
     if config.device.compile:
         import_left_out()
-    if device == "cpu":
-        return make_cpu(config, files, ledger)
     with ledger.phase("import torch"):
         import torch
-    if torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.is_available():
         import_left_out()
         from aengine.engine.build_cuda import make_cuda
 

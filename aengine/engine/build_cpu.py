@@ -29,9 +29,9 @@ STEP_MS = 100.0  # at full speed a long prompt would hold everybody's next token
 
 
 def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
-    with ledger.phase("import torch"):
-        import torch
+    import torch
 
+    with ledger.phase("import kernels"):
         from aengine.engine.weights import model_bytes
         from aengine.kernels.ops import state_specs
         from aengine.memory.arena import Arena
@@ -52,7 +52,7 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         pages, context = plan_pages(config, files, model, free_bytes())
         arena = Arena(pages)
     ledger.sizes.append(("KV pages", pages.arena_bytes))
-    ledger.lines += pages.describe().splitlines()
+    ledger.pages += pages.describe().splitlines()
     kv = kv_dtype(config, model)
     ledger.lines.append(f"context {context} tokens; {ops.name} kernels; {name}; KV {kv}")
 

@@ -75,7 +75,7 @@ def make_cuda(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         pages, context = plan_pages(config, files, model, steps.left, 1.0)
         arena = Arena(pages, api.device)
     ledger.sizes.append(("KV pages", pages.arena_bytes))
-    ledger.lines += pages.describe().splitlines()
+    ledger.pages += pages.describe().splitlines()
     ledger.lines.append(f"context {context} tokens; {name}; KV {kv_dtype(config, model)}")
     stream = CudaStream(api)
     executor = CudaExecutor(

@@ -64,10 +64,12 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class StartupReport(msgspec.Struct, frozen=True):
-    """`phases`: (name, seconds); `ledger`: (what, bytes); `lines`: notes and warnings for the log."""
+    """`phases`: (name, seconds); `ledger`: (what, bytes); `pages`: the table of page groups; `lines`:
+    notes and warnings for the log."""
 
     phases: tuple[tuple[str, float], ...] = ()
     ledger: tuple[tuple[str, int], ...] = ()
+    pages: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
 
 

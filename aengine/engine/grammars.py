@@ -25,7 +25,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from aengine.engine.schema_place import place_of
-from aengine.errors import GrammarTooComplex, InvalidGrammar, InvalidRequest, NotSupported
+from aengine.errors import NOTHING_FOLLOWS, GrammarTooComplex, InvalidGrammar, InvalidRequest, NotSupported
 from aengine.types import Grammar, Int32s
 
 MAX_SOURCE_CHARS = 256 * 1024  # an enum of 20,000 strings; it takes a quarter of a second to compile
@@ -46,7 +46,8 @@ _JSON_FORM: Any = {
 }
 # The library reads only objects; these say the same.
 _BOOLEANS = {"true": "{}", "false": '{"enum": []}'}
-_ENDS = ("NoExtension", "NoExtensionBias", "EndOfSentence")
+_STUCK = "NoExtensionBias"  # the text may not end here, and no token continues it
+_ENDS = ("NoExtension", _STUCK, "EndOfSentence")
 
 
 class GrammarMatcher:
@@ -63,7 +64,8 @@ class GrammarMatcher:
     def error(self) -> str | None:
         if not self.matcher.is_stopped() or self.matcher.stop_reason() in _ENDS:
             return None
-        return f"the grammar could not be followed: {self.matcher.get_error() or self.matcher.stop_reason()}"[:500]
+        said = self.matcher.get_error() or self.matcher.stop_reason()
+        return NOTHING_FOLLOWS if said.startswith(_STUCK) else f"the grammar could not be followed: {said}"[:500]
 
     def accept(self, token: int) -> None:
         self.matcher.consume_token(token)

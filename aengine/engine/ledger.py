@@ -27,12 +27,13 @@ RunnerFactory = Callable[[asyncio.AbstractEventLoop], Runner]
 
 @dataclass(slots=True)
 class Ledger:
-    """What start-up tells: times, bytes, notes."""
+    """What start-up tells: times, bytes, the table of pages, notes."""
 
     hook: PhaseHook
     progress: ProgressHook | None
     phases: list[tuple[str, float]] = field(default_factory=list)
     sizes: list[tuple[str, int]] = field(default_factory=list)
+    pages: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -44,7 +45,7 @@ class Ledger:
         self.hook(name, seconds)
 
     def report(self) -> StartupReport:
-        return StartupReport(tuple(self.phases), tuple(self.sizes), tuple(self.lines))
+        return StartupReport(tuple(self.phases), tuple(self.sizes), tuple(self.pages), tuple(self.lines))
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class _Vocabulary:
                     at = end
                     break
             else:
-                at += 1  # a byte without a token: no grammar could force it either
+                break  # a byte without a token: nothing behind it can be forced either
         return ids
 
 

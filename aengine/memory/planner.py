@@ -101,7 +101,7 @@ class PagePlan:
         """A text table for people."""
         head = (
             f"{self.large_pages:,} large pages of {_size(self.large_bytes)} = {_size(self.arena_bytes)}"
-            f" (1 reserved for null pages)"
+            f" (one of them stays empty: unused places in tables point to it)"
         )
         rows = [("group", "lifetime", "layers", "tokens/page", "payload", "pitch", "slots", "padding", "pages")]
         for group, pages in zip(self.groups, self.capacity, strict=True):

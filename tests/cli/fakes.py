@@ -11,6 +11,7 @@ from aengine.types import CompletionOutput, FinishReason, RequestOutput
 class FakeReport:
     phases: tuple = (("find model", 0.5), ("weights", 1.25))
     ledger: tuple = (("weights", 256 * 2**20), ("KV pages", 3 * 2**30))
+    pages: tuple = ("a table of pages",)
     lines: tuple = ("a note",)
 
 

@@ -116,7 +116,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(monkeypatch, caps
 
 def test_figures_follow_an_answer(capsys):
     converse(FakeEngine(), ["abc"])
-    assert "3 prompt tokens (0 cached) · first token 0.25 s · 3 tokens" in capsys.readouterr().err
+    assert "3 prompt tokens (0 cached) · first token 0.25 s · 3 tokens]" in capsys.readouterr().err
 
 
 def test_a_failed_start_is_raised_and_leaves_no_thread():

@@ -54,6 +54,27 @@ def test_without_a_prompt_stdin_is_read(monkeypatch, capsys, argv):
     assert capsys.readouterr().out == "nidts morf\n"
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("stdin", "argv"), [(Terminal(), ()), (io.StringIO(""), ()), (io.StringIO(""), ("",))])
+def test_no_prompt_is_said_before_a_model_is_loaded(monkeypatch, stdin, argv):
+    monkeypatch.setattr("sys.stdin", stdin)
+    engine = FakeEngine()
+    with pytest.raises(generate.UsageError, match="prompt"):
+        run(engine, *argv)
+    assert engine.log == []
+
+
+def test_the_table_of_pages_is_not_for_one_prompt(capsys):
+    run(FakeEngine(), "abc")
+    told = capsys.readouterr().err
+    assert "a note" in told
+    assert "a table of pages" not in told
+
+
 def test_the_model_is_a_flag_here():
     seen = []
 

@@ -139,7 +139,7 @@ def window_stats(engine: AsyncEngine) -> tuple[Any, PoolStats]:
 
 async def test_prompts_around_and_beyond_the_window_then_a_hot_cache(golden: Golden, ids: list[int]) -> None:
     async with AsyncEngine(gemma(max_batched_tokens=512)) as engine:
-        assert any("window(512)" in line for line in engine.report.lines)
+        assert any("window(512)" in line for line in engine.report.pages)
         outputs = await run_all(engine, prompts(ids), GREEDY)
         again = await run_all(engine, prompts(ids), GREEDY)
     golden.check(outputs)

@@ -173,5 +173,5 @@ async def test_a_pool_too_small_without_windows_serves_with_them(plain: Tiny) ->
         plan = engine._loaded().scheduler.cache.pool.plan
         assert bytes_for([group.spec for group in plan.groups], 400) > plan.arena_bytes
         output = await last(engine, prompts([360])[0], GREEDY)
-        assert any("window(20)" in line or "chunk(24)" in line for line in engine.report.lines)
+        assert any("window(20)" in line or "chunk(24)" in line for line in engine.report.pages)
     assert_follows([output], plain)

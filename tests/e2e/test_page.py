@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.chromium import CONTROL, SHIFT, Page, browser, new_tab, running_browser
+from tests.e2e.page_texts import HOSTILE, MARKDOWN, NESTED
 from tests.e2e.scripted import Refusal, Reply, Script, scripted
 from tests.e2e.serving import serve
 
@@ -31,32 +32,15 @@ KEPT = """new Promise((done) => { indexedDB.open("aengine").onsuccess = ({ targe
     behind.oncomplete = () => { database.close(); done(); };
 }; })"""
 
-MARKDOWN = """Three *points*, the `last` one in code:
-
-1. one
-2. two
-
-| name | size |
-|:--|--:|
-| a | 10 |
-
-```python
-def f():
-    return "<b>"
-```
-
-See [this](https://example.org/a).
-"""
-HOSTILE = """<script>window.broken = 1</script><img src=x onerror="window.broken = 2">
-[a](javascript:window.broken=3) [b](JaVaScRiPt&colon;window.broken=4) ![c](https://example.org/spy.png)
-
-<a href="javascript:window.broken=5" onclick="window.broken=6">d</a> <svg onload="window.broken=7"><style>*{}</style>
-<iframe src="https://example.org/"></iframe><div style="background:url(https://example.org/)" class="message">
-
-```"><img/src=x/onerror=window.broken=8>
-x
-```
-"""
+DRAWN = """(async (text) => {
+    const { Markdown } = await import("/static/markdown.js");
+    const [grown, whole] = [0, 1].map(() => document.createElement("div"));
+    const growing = new Markdown(grown);
+    for (let end = 1; end < text.length; end += 1) growing.draw(text.slice(0, end), false);
+    growing.draw(text, true);
+    new Markdown(whole).draw(text, true);
+    return [grown.innerHTML, whole.innerHTML];
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +151,18 @@ async def test_markdown_as_it_streams(tab: Page, shots: Path) -> None:
         await tab.until("document.querySelector('.md td')")
         assert await tab.js("document.querySelector('.md').innerHTML") == streamed
         await tab.screenshot(shots / "markdown.png")
+
+
+async def test_what_grows_is_what_is_drawn_at_once(tab: Page) -> None:
+    texts = [NESTED, "> " * 40 + "deep\n\n" + "".join("  " * i + "- l\n" for i in range(14)), "*a " * 60 + "*b*" * 60]
+    async with scripted(Script()) as script:
+        await tab.open(script.url)
+        for text in texts:
+            grown, whole = await tab.js(f"{DRAWN}({json.dumps(text)})")
+            assert grown == whole
+            if text is NESTED:
+                for part in ("<li><p>☑ done</p><p>more</p></li>", '<ol start="3">', '<td align="center">e</td>'):
+                    assert part in whole
 
 
 async def test_hostile_output_is_inert_and_nothing_else_is_asked(tab: Page) -> None:

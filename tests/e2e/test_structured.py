@@ -10,6 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from aengine import AsyncEngine, Grammar, GrammarTooComplex, InvalidGrammar, InvalidRequest, SamplingParams
+from aengine.errors import NoTokenAllowed
 from bench.random_schemas import random_schema
 from tests.e2e.conftest import config, last, run_all
 
@@ -115,3 +116,14 @@ async def refusals(engine):
         engine.submit([1], params(grammar=Grammar("regex", "never seen")), request_id="r")
     made = await last(engine, "x", params(max_tokens=4))  # and it goes on
     assert len(made.outputs[0].token_ids) == 4
+
+
+async def test_a_text_that_the_vocabulary_cannot_spell_is_the_requests_fault():
+    unspeakable = "\U00089cd6"  # its first byte has no token
+    async with AsyncEngine(config(device="sim")) as engine:
+        with pytest.raises(NoTokenAllowed, match="cannot spell"):
+            await last(engine, "x", params(grammar=Grammar("regex", f"ab{unspeakable}c")))
+        with pytest.raises(InvalidGrammar, match="no answer can satisfy it"):
+            await last(engine, "x", params(grammar=Grammar("choice", json.dumps([unspeakable + "c"]))))
+        output = await last(engine, "x", params(grammar=Grammar("choice", json.dumps([unspeakable, "四 🙂"]))))
+        assert output.outputs[0].text == "四 🙂"

@@ -81,7 +81,7 @@ function lex(text) {
 
 function topPart(token) {
   try { return token.type === "text" ? container("p", runs(token)) : part(token, 0); }
-  catch { return leaf(escaped(token.raw)); } // nested beyond the parser's stack
+  catch { return leaf(escaped(token.raw), 0); } // nested beyond the parser's stack
 }
 
 function parts(tokens, depth) {
@@ -99,10 +99,13 @@ function part(token, depth) {
     }
     if (token.type === "table") return tablePart(token);
   }
-  return leaf(token.type === "plain" ? escaped(token.raw) : marked.parser([token]));
+  return leaf(token.type === "plain" ? escaped(token.raw) : marked.parser([token]), depth);
 }
 
-const leaf = (html) => ({ kind: "block", key: html, make: () => [block(html)] });
+/** Drawn as one. At the top it is one element: the last of them has the mark of an answer that goes on. */
+function leaf(html, depth) {
+  return { kind: "leaf", key: html, make: () => (depth ? [...sanitised(html).childNodes] : [single(sanitised(html))]) };
+}
 
 function container(tag, inner, properties = {}) {
   const make = () => {
@@ -147,7 +150,7 @@ function codePart({ text, lang = "" }) {
   return { kind: `code ${lang}`, key: text, make: () => [codeBlock(text, lang)], grow };
 }
 
-function block(html) {
+function sanitised(html) {
   const fragment = purify.sanitize(html, ALLOWED);
   for (const pre of fragment.querySelectorAll("pre")) {
     const lang = pre.firstElementChild?.className.replace("language-", "") ?? "";
@@ -158,6 +161,10 @@ function block(html) {
     table.replaceWith(place);
     place.replaceWith(scrolled(table));
   }
+  return fragment;
+}
+
+function single(fragment) {
   const only = fragment.children.length === 1 && fragment.textContent.trim() === fragment.firstElementChild.textContent.trim();
   return only ? fragment.firstElementChild : el("p", {}, fragment);
 }
