@@ -3,9 +3,12 @@
 Starts `aengine serve` on a free port of 127.0.0.1 several times and takes the time, from the start of the process,
 until it listens, until /health says 200, and until the first token of a request sent then; then how much memory is
 resident: after that token, and after `--streams` requests at once. Weights and reserved KV pages are what the server's
-own table says; touched KV pages are what of the arena's mapping is resident.
+own table says; touched KV pages are what of the arena's mapping is resident. With `--fill` prompts of their own follow
+until all of the reserved pages are touched, and memory is set against weights and the whole pool; a pool of the default
+size takes minutes to fill, a small one makes what is resident beside it count for more.
 
     python bench/startup.py [--model smollm2-135m] [--repeats 5] [--streams 16] [--serve-args "--dtype bfloat16"]
+    python bench/startup.py --repeats 1 --fill --serve-args "--kv-bytes 512MiB"
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ MIB = 2**20
 UNITS = {"B": 1, "KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40}
 LONGEST_S = 120.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 256, 64
+FILL_TOKENS, FILL_STREAMS = 1024, 4
+FULL = 0.99  # of the reserved pages: the table's figure is rounded
 
 
 def free_port() -> int:
@@ -102,23 +107,36 @@ def ledger(log: str, name: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def crowd(port: int, streams: int) -> None:
-    """Requests with prompts of their own, at once."""
+def crowd(port: int, streams: int, *, first: int = 0, tokens: int = PROMPT_TOKENS, answer: int = OUTPUT_TOKENS) -> None:
+    """Requests with prompts of their own, number `first` and on, at once."""
 
     def one(index: int) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        prompt = [(index * 104729 + place * 31) % 40_000 + 100 for place in range(PROMPT_TOKENS)]
-        complete(connection, {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True})
+        prompt = [(index * 104729 + place * 31) % 40_000 + 100 for place in range(tokens)]
+        complete(connection, {"prompt": prompt, "max_tokens": answer, "ignore_eos": True})
         connection.close()
 
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(streams)]
+    threads = [threading.Thread(target=one, args=(first + index,)) for index in range(streams)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def start_once(arguments: list[str], streams: int) -> dict[str, Any]:
+def fill(port: int, pid: int, arena: float) -> dict[str, float]:
+    """Prompts until all KV pages are touched; ends the program when more of them touch no more."""
+    sent, memory, before = 0, resident(pid, arena), -1.0
+    while memory["kv_touched"] * MIB < FULL * arena:
+        if memory["kv_touched"] <= before:
+            raise SystemExit(f"{memory['kv_touched']:.0f} MiB of KV pages are touched, and more prompts touch no more")
+        before = memory["kv_touched"]
+        crowd(port, FILL_STREAMS, first=1000 + sent, tokens=FILL_TOKENS, answer=1)
+        sent += FILL_STREAMS
+        memory = resident(pid, arena)
+    return memory
+
+
+def start_once(arguments: list[str], streams: int, full: bool) -> dict[str, Any]:
     port = free_port()
     command = [sys.executable, "-m", "aengine.cli", "serve", "--host", "127.0.0.1", "--port", str(port), *arguments]
     with tempfile.TemporaryFile("w+b") as log:
@@ -139,6 +157,8 @@ def start_once(arguments: list[str], streams: int) -> dict[str, Any]:
             if streams:
                 crowd(port, streams)
                 memory["streams"] = resident(process.pid, arena)
+            if full:
+                memory["full pool"] = fill(port, process.pid, arena)
             return {
                 "listening_s": listening_s,
                 "ready_s": ready_s,
@@ -165,6 +185,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--fill", action="store_true", help="touch all KV pages, after the last start")
     parser.add_argument("--serve-args", default="")
     args = parser.parse_args()
     print(__doc__.splitlines()[0])
@@ -174,19 +195,20 @@ def main() -> None:
     arguments = [args.model, *shlex.split(args.serve_args)]
     runs = []
     for index in range(args.repeats):
-        run = start_once(arguments, args.streams if index == args.repeats - 1 else 0)
+        last = index == args.repeats - 1
+        run = start_once(arguments, args.streams if last else 0, args.fill and last)
         runs.append(run)
         times = ", ".join(f"{name.removesuffix('_s')} {run[name]:.2f} s" for name in run if name.endswith("_s"))
         print(f"start {index + 1}: {times}", flush=True)
-    last, names = runs[-1], ("listening_s", "ready_s", "first_token_s", "cpu_s")
+    latest, names = runs[-1], ("listening_s", "ready_s", "first_token_s", "cpu_s")
     medians = {name: statistics.median(run[name] for run in runs) for name in names}
     least = {name: min(run[name] for run in runs) for name in names}
-    for when, memory in last["memory"].items():
+    for when, memory in latest["memory"].items():
         sizes = ", ".join(f"{name} {size:.0f}" for name, size in memory.items())
-        ratio = ratios(last, when)
-        print(f"memory after {when}, MiB: {sizes}; weights {last['weights_mib']:.0f}")
+        ratio = ratios(latest, when)
+        print(f"memory after {when}, MiB: {sizes}; weights {latest['weights_mib']:.0f}")
         print(f"  over weights + touched KV: all {ratio['rss']:.2f}, anonymous alone {ratio['anonymous']:.2f}")
-    told = {when: ratios(last, when) for when in last["memory"]}
+    told = {when: ratios(latest, when) for when in latest["memory"]}
     print(json.dumps({"bench": "startup", "median": medians, "least": least, "runs": runs, "ratios": told}))
 
 
