@@ -151,11 +151,15 @@ ALL_RULED_OUT = "all tokens are masked: the logits after masks and penalties are
 
 NOTHING_FOLLOWS = "no token of the vocabulary can follow: it cannot spell what the grammar asks for next"
 
+TOO_COMPLEX = "the grammar is too complex"  # how a row's message begins; what was too much follows
+
 
 def row_error(message: str | None) -> AengineError:
     """What a row that failed alone with `message` stands for: a fault of its request, or of the step."""
     if message in (ALL_RULED_OUT, NOTHING_FOLLOWS):
         return NoTokenAllowed(f"the request's constraints exclude every token ({message})")
+    if message is not None and message.startswith(TOO_COMPLEX):
+        return GrammarTooComplex(message)
     return StepFailed(message or "the request failed in the engine")
 
 

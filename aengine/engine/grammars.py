@@ -25,7 +25,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from aengine.engine.schema_place import place_of
-from aengine.errors import NOTHING_FOLLOWS, GrammarTooComplex, InvalidGrammar, InvalidRequest, NotSupported
+from aengine.errors import (
+    NOTHING_FOLLOWS,
+    TOO_COMPLEX,
+    GrammarTooComplex,
+    InvalidGrammar,
+    InvalidRequest,
+    NotSupported,
+)
 from aengine.types import Grammar, Int32s
 
 MAX_SOURCE_CHARS = 256 * 1024  # an enum of 20,000 strings; it takes a quarter of a second to compile
@@ -47,6 +54,7 @@ _JSON_FORM: Any = {
 # The library reads only objects; these say the same.
 _BOOLEANS = {"true": "{}", "false": '{"enum": []}'}
 _STUCK = "NoExtensionBias"  # the text may not end here, and no token continues it
+_LIMITS = ("too big", "too complex", "too large", "too many", "limit", "max is")  # words of the library's refusals
 _ENDS = ("NoExtension", _STUCK, "EndOfSentence")
 
 
@@ -65,7 +73,9 @@ class GrammarMatcher:
         if not self.matcher.is_stopped() or self.matcher.stop_reason() in _ENDS:
             return None
         said = self.matcher.get_error() or self.matcher.stop_reason()
-        return NOTHING_FOLLOWS if said.startswith(_STUCK) else f"the grammar could not be followed: {said}"[:500]
+        if said.startswith(_STUCK):
+            return NOTHING_FOLLOWS
+        return f"{TOO_COMPLEX if _is_limit(said) else 'the grammar could not be followed'}: {_shown(said)}"
 
     def accept(self, token: int) -> None:
         self.matcher.consume_token(token)
@@ -154,8 +164,8 @@ class Grammars:
 
     def _refusal(self, grammar: Grammar, message: str) -> InvalidRequest:
         first = _shown(message)
-        if "too big" in message or "too complex" in message or "too large" in message or "limit" in message:
-            return GrammarTooComplex(f"the grammar is too complex: {first}", param="grammar")
+        if _is_limit(message):
+            return GrammarTooComplex(f"{TOO_COMPLEX}: {first}", param="grammar")
         place = ""
         if grammar.kind == "json_schema":
             place = place_of(json.loads(grammar.source), message, self._schema_error)
@@ -243,6 +253,11 @@ def _choices(source: str) -> list[str]:
     if len(choices) > MAX_CHOICES:
         raise GrammarTooComplex(f"{len(choices):,} choices; at most {MAX_CHOICES:,} are accepted", param="grammar")
     return choices
+
+
+def _is_limit(message: str) -> bool:
+    """Whether the library gave up for what a grammar costs; it tells so in words alone."""
+    return any(words in message.lower() for words in _LIMITS)
 
 
 def _shown(message: str) -> str:

@@ -118,11 +118,17 @@ async def refusals(engine):
     assert len(made.outputs[0].token_ids) == 4
 
 
-async def test_a_text_that_the_vocabulary_cannot_spell_is_the_requests_fault():
+async def test_a_text_that_the_vocabulary_cannot_spell_and_a_limit_met_late_are_the_requests_fault():
     unspeakable = "\U00089cd6"  # its first byte has no token
     async with AsyncEngine(config(device="sim")) as engine:
         with pytest.raises(NoTokenAllowed, match="cannot spell"):
             await last(engine, "x", params(grammar=Grammar("regex", f"ab{unspeakable}c")))
+        for grammar in (
+            Grammar("json_schema", '{"type": "array", "items": {"const": 1}, "minItems": 100000}'),
+            Grammar("regex", "((a{1,300}){1,300}){1,300}"),
+        ):
+            with pytest.raises(GrammarTooComplex, match="oo many"):
+                await last(engine, "x", params(grammar=grammar))
         with pytest.raises(InvalidGrammar, match="no answer can satisfy it"):
             await last(engine, "x", params(grammar=Grammar("choice", json.dumps([unspeakable + "c"]))))
         output = await last(engine, "x", params(grammar=Grammar("choice", json.dumps([unspeakable, "四 🙂"]))))

@@ -420,6 +420,9 @@ CLOSED = {"additionalProperties": False}
         (INNER | {"anyOf": [INNER]}, INNER | {"anyOf": [INNER]}),
         ({"properties": {"a": {"allOf": [INNER, INNER]}}}, {"properties": {"a": {"allOf": [INNER, INNER]}}} | CLOSED),
         ({"type": "object"}, {"type": "object"}),
+        (INNER | {"enum": [{"x": 1, "y": 2}]}, INNER | {"enum": [{"x": 1, "y": 2}]}),
+        ({"anyOf": [INNER], "required": ["y"]}, {"anyOf": [INNER], "required": ["y"]}),
+        ({"anyOf": [{"$ref": "#/$defs/d", "minProperties": 2}], "$defs": {"d": INNER}},) * 2,
     ],
 )
 def test_an_enforced_call_has_declared_properties_only(schema, closed):

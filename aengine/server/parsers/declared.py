@@ -3,9 +3,9 @@
 Owns: where a tool's schema leaves open what else an object may hold, and closing it.
 Does not know: grammars, calls.
 Invariants: a schema that says `additionalProperties` is obeyed. Closing never leaves a schema without an answer: what
-is put together from parts (`allOf`, `$ref` and others beside `properties`), or requires what it does not declare, stays
-as it is. JSON Schema allows more than is declared, and clients that validate take it; but a small model that is free to
-invent properties goes on with it until its tokens are spent.
+is put together from parts (`allOf`; `$ref` and others beside `properties` or a demand for some), or demands what it
+does not declare, stays as it is. JSON Schema allows more than is declared, and clients that validate take it; but a
+small model that is free to invent properties goes on with it until its tokens are spent.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from aengine.server.parsers.calls import JsonSchema
 MAX_DEPTH = 64  # deeper schemas stay as they are from there on
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 _PARTS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
+_VALUES = ("dependentRequired", "enum", "const")  # these may demand any property
+_DEMANDS = ("required", "minProperties", *_VALUES)
 _BY_NAME = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 
@@ -36,7 +38,8 @@ def _joins(schema: JsonSchema) -> bool:
     while left:
         value = left.pop()
         if isinstance(value, dict):
-            if "allOf" in value or ("properties" in value and any(key in value for key in _PARTS)):
+            described = any(key in value for key in ("properties", *_DEMANDS))
+            if "allOf" in value or (described and any(key in value for key in _PARTS)):
                 return True
             left += value.values()
         elif isinstance(value, list):
@@ -63,7 +66,7 @@ def _closed(schema: Any, depth: int) -> Any:
 
 def _closable(schema: JsonSchema) -> bool:
     properties, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(properties, dict) or any(key in schema for key in (*_OPEN, *_PARTS)):
+    if not isinstance(properties, dict) or any(key in schema for key in (*_OPEN, *_PARTS, *_VALUES)):
         return False
     least = schema.get("minProperties", 0)
     if not isinstance(required, list) or not isinstance(least, int) or least > len(properties):
