@@ -5,8 +5,8 @@ mask.
 Does not know: what masks are made of, how rows are chosen.
 Invariants: a matcher accepts a token when the sequence learns it, never before. Forced tokens become known at once and
 are computed as a chunk; the sample that was already in flight for the first of them is settled: nobody hears of it. No
-tokens are taken over where their log-probabilities are wanted, or where sampling must see each of them (penalties);
-nor is a stop token, or what comes behind it.
+tokens are taken over where their log-probabilities are wanted, or where sampling must see each of them (penalties, or
+because it might refuse one: allowed tokens); nor is a stop token, or what comes behind it.
 """
 
 from __future__ import annotations
@@ -75,14 +75,13 @@ def decide_rows(scheduler: Scheduler, plan: StepPlan) -> tuple[Int64s, list[Matc
 def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher) -> bool:
     """Take over the tokens that must come next; False when there are none."""
     sampling = sequence.request.sampling
-    if sampling.logprobs is not None or sampling.needs_history:
+    if sampling.logprobs is not None or sampling.needs_history or sampling.allowed_token_ids is not None:
         return False
     forced = matcher.forced()
     if not forced:
         return False
     c, slot = scheduler.columns, sequence.slot
-    said, most = int(c.known[slot]) - sequence.prompt_tokens, int(c.limit[slot] - c.known[slot])
-    forced = _before_stop(sequence, forced[:most], said)
+    forced = _before_stop(sequence, forced[: int(c.limit[slot] - c.known[slot])])
     if not forced:
         return False
     ending: list[Ending] = []
@@ -108,11 +107,8 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     return True
 
 
-def _before_stop(sequence: Sequence, forced: Tokens[int], said: int) -> Tokens[int]:
-    """The tokens before one that ends the request: that one is sampled, so that it ends as any other. `said`: output
-    tokens up to now."""
-    stops, least = sequence.request.rules.stop_ids, sequence.request.sampling.min_tokens
-    for i, token in enumerate(forced):
-        if token in stops and said + i >= least:
-            return forced[:i]
-    return forced
+def _before_stop(sequence: Sequence, forced: Tokens[int]) -> Tokens[int]:
+    """The tokens before a stop token: that one is sampled, so that it ends the request, or is refused below min_tokens,
+    as any other."""
+    stops = sequence.request.rules.stop_ids
+    return forced[: next((i for i, token in enumerate(forced) if token in stops), len(forced))]

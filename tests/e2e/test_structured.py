@@ -114,6 +114,11 @@ async def refusals(engine):
         await last(engine, "x", params(grammar=Grammar("regex", "a" * 300_000)))
     with pytest.raises(InvalidRequest, match="not prepared"):
         engine.submit([1], params(grammar=Grammar("regex", "never seen")), request_id="r")
+    stopping = {"grammar": Grammar("lark", 'start: "hi" <[100]> "more"'), "stop_token_ids": (100,), "min_tokens": 9}
+    for changes in ({"grammar": Grammar("choice", '["yes"]'), "allowed_token_ids": (5,)}, stopping):
+        for logprobs in (None, 0):  # a forced token is refused whether it is taken over or sampled
+            with pytest.raises(NoTokenAllowed):
+                await last(engine, "x", params(logprobs=logprobs, **changes))
     made = await last(engine, "x", params(max_tokens=4))  # and it goes on
     assert len(made.outputs[0].token_ids) == 4
 
