@@ -99,7 +99,8 @@ def _answer(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return "answer: /" + _BARE_SLASH.sub(lambda found: found.group(1) or "\\/", grammar.source) + "/"
     if grammar.kind == "choice":
-        return "answer: " + " | ".join(_literal(text, {}) for text in json.loads(grammar.source))
+        texts = (re.escape(text).replace("\\\n", "\\n").replace("/", "\\/") for text in json.loads(grammar.source))
+        return f"answer: /{'|'.join(texts)}/"  # one expression: thousands of alternatives are too many for a parser
     return f"answer: %lark {{\n{_lark(grammar.source)}\n}}"
 
 
