@@ -41,8 +41,9 @@ COMPILE_S = 1.5
 CACHED = 64
 COMPILE_THREADS = 2
 MASK_THREADS = 2  # beside the thread that waits for them; 100 masks take about 2 ms on one
-# One mask: at most about 15 ms of lexing and 3 ms of parsing. A lexer state takes up to 2 kB.
-_MAX_LEXER_STATES, _STEP_LEXER_FUEL, _STEP_MAX_ITEMS = 50_000, 200_000, 50_000
+# One mask: at most about 15 ms of lexing and 5 ms of parsing. A lexer state takes up to 2 kB. Accepting a token parses
+# on the loop: with ten times the items an ambiguous grammar took 90 ms of it for each of its tokens.
+_MAX_LEXER_STATES, _STEP_LEXER_FUEL, _STEP_MAX_ITEMS = 50_000, 200_000, 5_000
 # As json.dumps writes it. Free white space would let a weak model go on with it for ever.
 _JSON_FORM: Any = {
     "whitespace_flexible": False,
