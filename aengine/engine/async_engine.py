@@ -112,7 +112,7 @@ class AsyncEngine:
         self.phase = "dead"
 
     async def close(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new requests, let open ones end for up to `drain_s` seconds, then stop. Several calls are one."""
+        """Refuse new requests, let open ones end for up to `drain_s` seconds, then stop. May be called again."""
         if self._running is None or self.phase == "closed":  # not started, still loading, failed to load, or closed
             self.phase = "closed"
             return

@@ -192,7 +192,7 @@ class Connection(RequestHandler):
 class _Refusal(asyncio.Protocol):
     """Stands in for a connection for which there is no room. Clients take no answer to what they have not sent, and a
     socket that is closed with bytes unread resets what the client has not read: so it answers the first bytes and then
-    reads, and drops, until the client has closed or REFUSE_S are over. Not to `linger`: it answers at once, and closes."""
+    reads, and drops, until the client has closed or REFUSE_S are over. Not `linger`: it closes at once."""
 
     def __init__(self, refusals: set[_Refusal], *, linger: bool) -> None:
         self._refusals = refusals
