@@ -66,6 +66,7 @@ class AsyncEngine:
         self._parts: Parts | None = None
         self._running: Running | None = None  # from start on
         self._tracing = asyncio.Lock()
+        self._closing = asyncio.Lock()
         self._http: Callable[[], HttpFigures] = HttpFigures
         self._death: str | None = None
         self._encoding: dict[str, bool] = {}  # requests on their way to `submit` -> whether aborted meanwhile
@@ -111,15 +112,17 @@ class AsyncEngine:
         self.phase = "dead"
 
     async def close(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new requests, let open ones end for up to `drain_s` seconds, then stop. May be called twice."""
+        """Refuse new requests, let open ones end for up to `drain_s` seconds, then stop. May be called again."""
         if self._running is None or self.phase == "closed":  # not started, still loading, failed to load, or closed
             self.phase = "closed"
             return
         if self.phase != "dead":
             self.phase = "draining"
             await self._running.drain(drain_s)
-        await self._running.close()
-        self.phase = "closed"
+        async with self._closing:
+            if self.phase != "closed":  # by another call meanwhile
+                await self._running.close()
+                self.phase = "closed"
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import resource
 import time
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -25,6 +25,8 @@ from aengine.server.envelope import encode_json, error_response
 log = logging.getLogger("aengine.server")
 
 SPARE_FILES = 64  # descriptors for everything that is no connection
+REFUSALS = SPARE_FILES // 2  # connections at once that are refused with patience
+REFUSE_S = 1.0
 SWEEP_EVERY_S = 5.0
 TOLD_EVERY_S = 60.0  # a flood is one line a minute, not one a connection
 _FULL = encode_json(
@@ -68,6 +70,7 @@ class Gate:
         self._idle: dict[Connection, None] = {}  # longest idle first
         self._busy: dict[Connection, Backlog] = {}
         self._told_s: dict[str, float] = {}
+        self._refusals: set[_Refusal] = set()
 
     @property
     def open(self) -> int:
@@ -85,6 +88,10 @@ class Gate:
         self.note("evicted", f"{self._most} connections are open: the longest idle are closed for new ones")
         oldest.force_close()
         return True
+
+    def refusal(self) -> _Refusal:
+        """What stands in for a connection that `admit` turned away."""
+        return _Refusal(self._refusals, linger=len(self._refusals) < REFUSALS)
 
     def opened(self, connection: Connection) -> None:
         self._idle[connection] = None
@@ -127,7 +134,7 @@ class Gate:
     def cut_stalled(self, now_s: float) -> None:
         for connection, backlog in list(self._busy.items()):
             transport = connection.transport
-            if isinstance(transport, asyncio.WriteTransport):
+            if transport is not None:
                 still_s = backlog.still_s(transport.get_write_buffer_size(), now_s)
                 if still_s >= self._stall_s:
                     self.note("stalled", f"a client has taken no byte for {still_s:.0f} s: its connection is cut")
@@ -183,12 +190,37 @@ class Connection(RequestHandler):
 
 
 class _Refusal(asyncio.Protocol):
-    """Stands in for a connection for which there is no room."""
+    """Stands in for a connection for which there is no room. Clients take no answer to what they have not sent, and a
+    socket that is closed with bytes unread resets what the client has not read: so it answers the first bytes and then
+    reads, and drops, until the client has closed or REFUSE_S are over. Not `linger`: it closes at once."""
+
+    def __init__(self, refusals: set[_Refusal], *, linger: bool) -> None:
+        self._refusals = refusals
+        self._linger = linger
+        self._answered = False
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(_REFUSAL)
-        transport.close()
+        transport = cast(asyncio.Transport, transport)  # by its methods: uvloop's has no such base
+        if not self._linger:
+            transport.write(_REFUSAL)
+            transport.close()
+            return
+        self._transport = transport
+        self._refusals.add(self)
+        self._timer = asyncio.get_running_loop().call_later(REFUSE_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._answered and self._transport is not None:
+            self._answered = True
+            self._transport.write(_REFUSAL)
+            self._transport.write_eof()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._refusals.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class GatedServer(web.Server):
@@ -205,7 +237,7 @@ class GatedServer(web.Server):
 
     def __call__(self) -> Any:
         if not self._gate.admit():
-            return _Refusal()
+            return self._gate.refusal()
         return Connection(self, self._gate, loop=asyncio.get_running_loop(), **self._settings)
 
 

@@ -127,7 +127,7 @@ async def test_closing_one_engine_leaves_the_other_frozen(sim: Sim) -> None:
     one, two = engine(sim), engine(sim)
     await one.start()
     await two.start()
-    await one.close()
+    await asyncio.gather(one.close(), one.close())
     assert gc.get_freeze_count() > 0
     await two.close()
     assert gc.get_freeze_count() == 0

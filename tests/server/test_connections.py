@@ -10,6 +10,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 from aiohttp import web
 from server_fakes import FakeEngine, FakeModel
 
@@ -94,6 +95,36 @@ async def test_when_all_are_busy_new_ones_are_refused_at_once():
             await asyncio.sleep(0.01)
         reader, _ = await send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await answer(reader))[0] == 200
+
+
+async def test_a_refused_client_gets_the_answer_to_a_request_it_sends_late_and_in_parts(monkeypatch):
+    monkeypatch.setattr("aengine.server.connections.REFUSE_S", 0.3)
+    async with gated(FakeEngine(hold_after=3), most=1) as (port, _, _):
+        held, busy = await send(port, post(stream=True))
+        await held.readuntil(b"data: ")
+        silent, kept = await send(port, b"")
+        reader, writer = await send(port, b"")
+        await asyncio.sleep(0.05)
+        writer.write(post()[:20])
+        assert (await answer(reader))[0] == 503
+        writer.write(b" " * 2**20)  # a body that is still on its way resets nothing
+        await writer.drain()
+        assert await reader.read() == b""
+        assert await asyncio.wait_for(silent.read(), 2) == b""
+        for each in (busy, kept, writer):
+            each.close()
+
+
+async def test_patience_with_those_who_are_refused_has_an_end(monkeypatch):
+    monkeypatch.setattr("aengine.server.connections.REFUSALS", 2)
+    async with gated(FakeEngine(hold_after=3), most=1) as (port, counters, _):
+        held = [await send(port, post(stream=True))]
+        await held[0][0].readuntil(b"data: ")
+        held += [await send(port, b"") for _ in range(3)]
+        assert (await answer(held[-1][0]))[0] == 503  # at once, before it has asked
+        assert counters.events["refused"] == 3
+        for _, writer in held:
+            writer.close()
 
 
 async def test_a_head_that_does_not_come_ends_the_connection():
@@ -220,3 +251,16 @@ def test_events_are_told_once_a_minute(caplog):
         gate.note("refused", "full")
     assert gate.counters.events["refused"] == 5
     assert [record.message for record in caplog.records] == ["full"]
+
+
+@pytest.mark.parametrize(
+    "tested",
+    [
+        test_when_all_are_busy_new_ones_are_refused_at_once,
+        test_a_client_that_takes_nothing_is_cut_and_its_request_aborted,
+    ],
+)
+def test_so_it_is_on_the_loop_that_serves(tested):
+    """uvloop's transports are none of asyncio's classes."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(tested())
