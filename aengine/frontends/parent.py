@@ -137,8 +137,13 @@ class Parent:
         failures = 0
         while not self._stopping.is_set():
             began_s = time.monotonic()
-            lost = await self._child(index, listening)
-            code = await self._reaped(index)
+            try:
+                lost = await self._child(index, listening)
+                code = await self._reaped(index)
+            except OSError as error:
+                if index in self._children:
+                    raise
+                lost, code = 0, str(error)  # no process, or no socket to it, can be had now
             if self._stopping.is_set():
                 return
             failures = 0 if time.monotonic() - began_s > LIVED_S else failures + 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TypeVar
 
 import torch
@@ -158,13 +158,19 @@ class TorchCuda:
     def capture_pieces(self, stream: Stream, work: Callable[[Callable[[], None]], T]) -> tuple[tuple[Graph, ...], T]:
         assert isinstance(stream, _CudaStream)
         graphs: list[torch.cuda.CUDAGraph] = []
+        recording: list[torch.cuda.CUDAGraph] = []  # at most one
 
         def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool)
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool)
+            recording.append(graph)
+
+        def end() -> None:
+            graphs.append(recording.pop())
+            graphs[-1].capture_end()
 
         def advance() -> None:
-            graphs[-1].capture_end()
+            end()
             begin()
 
         self.settle()
@@ -175,8 +181,12 @@ class TorchCuda:
                 begin()
                 try:
                     made = work(advance)
-                finally:
-                    graphs[-1].capture_end()
+                    end()
+                except BaseException:
+                    with suppress(RuntimeError):  # the first error tells more than that the recording is spoilt
+                        if recording:
+                            end()
+                    raise
         finally:
             if collects:
                 gc.enable()
