@@ -187,6 +187,8 @@ async def _remote(url: str, api_key: str | None) -> AsyncIterator[aiohttp.Client
             async with session.get("health") as response:
                 if response.status != 200:
                     raise NotReady(f"{base}health answers {response.status}")
+        except aiohttp.ClientConnectorError as error:
+            raise NotReady(f"{base} does not answer; aengine serve starts a server, no --url needs none") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise NotReady(f"{base} does not answer: {error or type(error).__name__}") from error
         yield session

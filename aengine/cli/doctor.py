@@ -9,6 +9,7 @@ Invariants: no check raises: what cannot be read is shown as unknown; the exit c
 from __future__ import annotations
 
 import argparse
+import http.client
 import importlib.util
 import os
 import platform
@@ -39,6 +40,7 @@ CPU_FEATURES = {
     "neon": ("asimd",),
 }
 MIN_FREE_BYTES = 1 << 30
+ASK_S = 2.0  # for whoever listens on the port to say what it is
 COMPILERS = ("cc", "gcc", "clang")
 
 
@@ -238,8 +240,22 @@ def _port(found: Findings, config: AengineConfig) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            if _is_aengine(host, port):
+                found.notes.append((f"an aengine serves on {host}:{port}", "another one needs another --port"))
+                return
             hint = "end the program that listens there, or choose another with --port (0: any free one)"
             found.problems.append((f"{host}:{port} cannot be listened on: {error.strerror}", hint))
+
+
+def _is_aengine(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=ASK_S)
+    try:
+        connection.request("GET", "/health")
+        return (connection.getresponse().getheader("Server") or "").startswith("aengine")
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _configuration(found: Findings, config: AengineConfig) -> None:

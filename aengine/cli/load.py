@@ -131,6 +131,8 @@ async def _json(
                 raise LoadError(f"{response.url} answers {response.status}: {(await response.text())[:200]}")
             answer: dict[str, Any] = await response.json()
             return answer
+    except aiohttp.ClientConnectorError as error:
+        raise LoadError(f"no server answers on {error.host}:{error.port}; aengine serve starts one") from error
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise LoadError(f"{method} {path} failed: {error}") from error
 

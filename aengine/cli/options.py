@@ -51,6 +51,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             hint = settings.near(unknown[0].split("=")[0], flags)
+            if not unknown[0].startswith("-") and "--model" in flags:
+                hint = "; a text is one argument, in quotes, and --model names the model"
             self.error(f"unknown argument {unknown[0]}{hint}")
         return args
 

@@ -95,6 +95,9 @@ class Remote:
             if response.status != 200:
                 raise _problem(response)
             yield response
+        except ConnectionRefusedError:
+            where = f"{self._parts.scheme}://{self._parts.netloc}"
+            raise Unreachable(f"no server listens on {where}; aengine serve starts one") from None
         except (OSError, http.client.HTTPException) as error:
             where = f"{self._parts.scheme}://{self._parts.netloc}"
             raise Unreachable(f"{where}: {error or type(error).__name__}") from None

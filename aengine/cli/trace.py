@@ -59,7 +59,10 @@ def _fetch(base: str, seconds: float, key: str | None) -> bytes:
     except urllib.error.HTTPError as error:
         raise AengineError(_message(error)) from None
     except OSError as error:
-        raise AengineError(f"{base}: {getattr(error, 'reason', error)}") from None
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ConnectionRefusedError):
+            raise AengineError(f"no server listens on {base}; aengine serve starts one") from None
+        raise AengineError(f"{base}: {reason}") from None
 
 
 def _message(error: urllib.error.HTTPError) -> str:

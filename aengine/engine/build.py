@@ -129,7 +129,7 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
 
         return make_cuda(config, files, ledger)
     if device == "cuda":
-        raise ConfigError("device is cuda, but torch finds no CUDA device", param="device")
+        raise ConfigError("device is cuda, but torch finds no CUDA device; device cpu needs none", param="device")
     return make_cpu(config, files, ledger)
 
 

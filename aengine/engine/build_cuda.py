@@ -135,7 +135,7 @@ def _flashinfer_chooser(config: EngineConfig, ledger: Ledger, own: MakeChooser |
         return own
     reason = importable("flashinfer.sampling") if own is not None else "seeded rows need Triton's sampling beside it"
     if own is None or reason:
-        text = f"sampling_backend is flashinfer, but it cannot be used: {reason} (pip install aengine[cuda])"
+        text = f"sampling_backend is flashinfer, but it cannot be used: {reason} (pip install -e '.[cuda]')"
         raise ConfigError(text, param="sampling_backend")
     ledger.lines.append(
         "sampling by FlashInfer: tokens of requests without a seed depend on the batch; those with one, greedy and "

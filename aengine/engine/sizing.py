@@ -95,9 +95,15 @@ def size_pool(
     arena = cache.kv_bytes or min(int(free * share), wanted)
     least = 3 * bytes_for(groups, 2 * max(group.tokens_per_page for group in groups), flight, media_tokens)
     if arena > free:
-        raise ConfigError(f"kv_bytes is {arena:,} bytes, but only {free:,} bytes of memory are free", param="kv_bytes")
+        raise ConfigError(
+            f"kv_bytes is {arena:,} bytes, but only {free:,} bytes of memory are free (unset, it is fitted to them)",
+            param="kv_bytes",
+        )
     if arena < least:
-        raise ConfigError(f"kv_bytes is {arena:,} bytes; this model needs at least {least:,}", param="kv_bytes")
+        raise ConfigError(
+            f"kv_bytes is {arena:,} bytes; this model needs at least {least:,} (unset, it is fitted to free memory)",
+            param="kv_bytes",
+        )
     pages = plan(groups, arena)
     fitted = pages.max_tokens(context, in_flight_tokens=flight)
     if context < 2:

@@ -23,10 +23,10 @@ from dataclasses import replace
 
 from aengine.config import AengineConfig, ServerConfig
 from aengine.engine.async_engine import AsyncEngine
-from aengine.errors import ConfigError, ModelLoadError
+from aengine.errors import ModelLoadError
 from aengine.frontends.hub import Hub
 from aengine.frontends.wire import Pipe, ToEngine, Welcome
-from aengine.server.run import BACKLOG, LAST_WRITES_S, stop_signals, traces_on_signal, url_of
+from aengine.server.run import BACKLOG, LAST_WRITES_S, cannot_listen, stop_signals, traces_on_signal, url_of
 
 log = logging.getLogger("aengine.frontends")
 
@@ -79,7 +79,7 @@ class Parent:
             try:
                 await self._start_and_serve(keepers, on_ready)
             finally:
-                await self._end(keepers)
+                await self._end(keepers, [one for own in sockets for one in own])
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 
@@ -103,8 +103,10 @@ class Parent:
         await self._hub.all_up.wait()
         on_ready()
 
-    async def _end(self, keepers: list[asyncio.Task[None]]) -> None:
+    async def _end(self, keepers: list[asyncio.Task[None]], listening: list[socket.socket]) -> None:
         self._stopping.set()
+        for one in listening:  # else connections wait at the socket of a front-end that has drained and gone
+            one.close()
         ready = self._engine.phase == "ready"
         drain_s = self._config.server.shutdown_timeout_s if ready and self._hub.all_up.is_set() else 0.0
         if drain_s:
@@ -188,7 +190,6 @@ class Parent:
 def listening_sockets(config: ServerConfig, closing: ExitStack, port: int | None = None) -> list[socket.socket]:
     """One for each address of the host, shared by SO_REUSEPORT. `port`: the one that the first front-end got; None:
     nobody else may have it."""
-    where = f"{config.host}:{config.port}"
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         made: list[socket.socket] = []
@@ -206,7 +207,7 @@ def listening_sockets(config: ServerConfig, closing: ExitStack, port: int | None
             made[-1].setblocking(False)
         return made
     except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", param="port") from error
+        raise cannot_listen(config, error) from error
 
 
 def _check_free(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> None:

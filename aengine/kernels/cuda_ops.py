@@ -28,7 +28,7 @@ def cuda_ops(backend: Backend, device: torch.device, why_not: Callable[[str], st
     flashinfer = asked("flashinfer") if backend in ("auto", "flashinfer") else "not asked for"
     for name, reason in (("triton", triton), ("flashinfer", flashinfer)):
         if backend == name and reason:
-            text = f"attention_backend is {name}, but it cannot be used: {reason} (pip install aengine[cuda])"
+            text = f"attention_backend is {name}, but it cannot be used: {reason} (pip install -e '.[cuda]')"
             raise ConfigError(text, param="attention_backend")
     if triton and flashinfer:
         if backend == "reference":

@@ -8,6 +8,7 @@ Invariants: the socket listens before the engine loads; the engine is closed on 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -80,9 +81,17 @@ async def _listen(runner: web.AppRunner, config: ServerConfig, sockets: Sequence
         for site in sites or [web.TCPSite(runner, config.host, config.port, backlog=BACKLOG)]:
             await site.start()
     except OSError as error:
-        where = f"{config.host}:{config.port}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", param="port") from error
+        raise cannot_listen(config, error) from error
     return url_of(*runner.addresses[0][:2])
+
+
+def cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
+    where = f"{config.host}:{config.port}"
+    if error.errno == errno.EADDRINUSE:
+        why = "another program listens there; end it, or choose another port with --port (0: any free one)"
+    else:
+        why = error.strerror or str(error)
+    return ConfigError(f"cannot listen on {where}: {why}", param="port")
 
 
 def url_of(host: str, port: int) -> str:

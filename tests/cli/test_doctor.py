@@ -3,6 +3,7 @@
 import importlib
 import json
 import socket
+import threading
 
 import pytest
 
@@ -52,6 +53,20 @@ def test_a_taken_port_is_a_problem_with_a_hint(store):
         (problem,) = doctor.examine(AengineConfig(server=ServerConfig(port=port))).problems
     assert f"127.0.0.1:{port} cannot be listened on" in problem[0]
     assert "--port" in problem[1]
+
+
+def test_an_aengine_on_the_port_is_a_note_and_no_problem(store):
+    def answer(taken: socket.socket) -> None:
+        with taken.accept()[0] as one:
+            one.recv(1000)
+            one.sendall(b"HTTP/1.1 503 Busy\r\nServer: aengine\r\nContent-Length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        threading.Thread(target=answer, args=(taken,), daemon=True).start()
+        port = taken.getsockname()[1]
+        found = doctor.examine(AengineConfig(server=ServerConfig(port=port)))
+    assert found.problems == []
+    assert (f"an aengine serves on 127.0.0.1:{port}", "another one needs another --port") in found.notes
 
 
 def test_problems_set_the_exit_code_and_are_shown_with_hints(store, monkeypatch, capsys):

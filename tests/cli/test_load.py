@@ -156,7 +156,7 @@ async def test_an_error_inside_a_stream_fails_its_request():
 async def test_a_server_without_models_or_none_at_all_is_one_clear_error(unused_tcp_port):
     with pytest.raises(LoadError, match="lists no model"):
         await measure(Target(models=[]))
-    with pytest.raises(LoadError, match="v1/models failed"):
+    with pytest.raises(LoadError, match=r"no server answers on 127.0.0.1:\d+"):
         await run_load(Load(f"http://127.0.0.1:{unused_tcp_port}/"))
 
 

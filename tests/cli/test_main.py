@@ -89,6 +89,7 @@ def test_nothing_asked_for_shows_the_help(capsys):
         (["serve", "--port", "70000"], "aengine serve: --port: port is 70000, not in [0, 65535]"),
         (["serve", "--kv-bytes", "much"], "kv_bytes is 'much', not a size such as"),
         (["serve", "one", "two"], "unknown argument two"),
+        (["generate", "a-model", "a text"], "unknown argument a text; a text is one argument, in quotes, and --model"),
         (["generate", "--max-tokens", "x"], "argument --max-tokens: invalid int value: 'x'"),
         (["bench"], "the following arguments are required: what"),
         (["bench", "engine"], "invalid choice: 'engine'"),
@@ -100,6 +101,19 @@ def test_misuse_is_one_line_and_exit_code_2(argv, message, capsys):
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trace", "http://127.0.0.1:1"], "no server listens on http://127.0.0.1:1; aengine serve starts one"),
+        (["chat", "--url", "http://127.0.0.1:1"], "no server listens on http://127.0.0.1:1; aengine serve starts one"),
+        (["bench", "serve", "http://127.0.0.1:1"], "no server answers on 127.0.0.1:1; aengine serve starts one"),
+    ],
+)
+def test_where_no_server_is_the_way_to_one_is_named(argv, message, capsys):
+    assert cli.main(argv) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

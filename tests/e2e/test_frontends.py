@@ -42,6 +42,15 @@ def alive(pid: int) -> bool:
         return False
 
 
+async def health(url: str) -> int | None:
+    """Over a connection of its own; None: it was refused."""
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
+            return response.status
+    except aiohttp.ClientError:
+        return None
+
+
 async def stream(url: str, i: int, tokens: int) -> list[int] | None:
     """Token ids over a connection of its own; None: it broke."""
     ids: list[int] = []
@@ -147,9 +156,16 @@ async def test_front_ends_are_gone_when_the_engine_process_is(end: signal.Signal
 async def test_sigterm_drains_all_front_ends() -> None:
     with serve(*SIM, "--sim-step-s", "0.005") as running:
         streams = [asyncio.create_task(stream(running.url, i, 120)) for i in range(STREAMS)]
+        longest = asyncio.create_task(stream(running.url, STREAMS, 400))
         await asyncio.sleep(0.3)
         pids = children(running)
         running.process.send_signal(signal.SIGTERM)
         assert [len(ids or ()) for ids in await asyncio.gather(*streams)] == [120] * STREAMS
+        while all(map(alive, pids)):  # one front-end has nothing left and goes
+            await asyncio.sleep(0.01)
+        told = await asyncio.wait_for(asyncio.gather(*(health(running.url) for _ in range(8))), 1.0)
+        assert set(told) <= {503, None}  # nobody waits at the socket of the one that went
+        assert not longest.done()
+        assert len(await longest or ()) == 400
         assert await asyncio.to_thread(running.process.wait, 10) == 0
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
