@@ -142,7 +142,9 @@ async def test_front_ends_are_gone_when_the_engine_process_is(end: signal.Signal
         assert len(pids) == 2
         if end is signal.SIGTERM:
             running.process.send_signal(end)
-            await asyncio.sleep(0.2)
+            async with asyncio.timeout(10):
+                while not any("draining" in line for line in running.output):
+                    await asyncio.sleep(0.01)
         running.process.send_signal(end)
         await asyncio.to_thread(running.process.wait, 10)
         left = [pid for pid in pids if alive(pid)]
