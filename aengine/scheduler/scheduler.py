@@ -34,6 +34,7 @@ from aengine.types import (
     FinishReason,
     Int32s,
     Int64s,
+    PageMove,
     Request,
     SlotSetup,
     StepOutputs,
@@ -145,7 +146,7 @@ class Scheduler:
         return PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
 
     def _built(self, build: PlanBuilder) -> StepPlan | None:
-        moves = compact(self, build.step)
+        moves = self._compact(build.step)
         self._zero.extend(self.cache.pool.drain_retyped())
         plan = build.build(self.tables, self.setups, self._zero, self.media.pending, moves)
         if plan is None:
@@ -155,6 +156,9 @@ class Scheduler:
         self._in_flight.append(plan)
         self.columns.launched(plan)
         return plan
+
+    def _compact(self, step: int) -> tuple[PageMove, ...]:
+        return compact(self, step)
 
     def decide(self) -> tuple[Int64s, list[Matcher]]:
         """Deferred rows of the newest step that need a mask, and their matchers; tokens that must come are taken over.
