@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8411)
     parser.add_argument("--watch-s", type=float, default=0.7, help="modes: seconds between looks at the counters")
     parser.add_argument("--idle", type=float, default=2.0, help="limits: percent of the steady time")
-    parser.add_argument("--steady-s", type=float, default=5.0, help="limits: seconds of load that each try aims at")
+    parser.add_argument("--steady-s", type=float, default=14.0, help="limits: seconds of load that each try aims at")
     parser.add_argument(
         "--scales", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0], help="limits: rising"
     )

@@ -54,6 +54,7 @@ _JSON_FORM: Any = {
 }
 # The library reads only objects; these say the same.
 _BOOLEANS = {"true": "{}", "false": '{"enum": []}'}
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _STUCK = "NoExtensionBias"  # the text may not end here, and no token continues it
 _LIMITS = ("too big", "too complex", "too large", "too many", "limit", "max is")  # words of the library's refusals
 _ENDS = ("NoExtension", _STUCK, "EndOfSentence")
@@ -230,6 +231,24 @@ def _check_json(source: str) -> None:
         raise InvalidGrammar(f"the schema is not JSON that can be read: {error}"[:300], param="grammar") from None
     if not isinstance(schema, dict | bool):
         raise InvalidGrammar("the schema is neither a JSON object nor true or false", param="grammar")
+    _check_bounds(schema)
+
+
+def _check_bounds(schema: Any) -> None:
+    """The library takes larger bounds for the largest integer that it has."""
+    left = [("$", schema)]
+    while left:
+        place, part = left.pop()
+        if isinstance(part, list):
+            left += [(f"{place}[{index}]", child) for index, child in enumerate(part)]
+        elif isinstance(part, dict):
+            types = part.get("type")
+            for name in _BOUNDS if types == "integer" or (isinstance(types, list) and "integer" in types) else ():
+                bound = part.get(name)
+                if isinstance(bound, int | float) and not -(2**63) <= bound < 2**63:
+                    message = f"{place}.{name} is {str(bound)[:30]}; bounds of integers have at most 64 bits"
+                    raise InvalidGrammar(message, param="grammar", place=f"{place}.{name}")
+            left += [(f"{place}.{key}", child) for key, child in part.items() if key not in ("enum", "const")]
 
 
 def _schema_grammar(source: str) -> str:

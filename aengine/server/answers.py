@@ -142,6 +142,8 @@ def answer_form(body: AnswerFields, text: TextFacts, config: ServerConfig) -> An
 class PlainParser:
     """All of it is text for the user."""
 
+    broken = False
+
     def feed(self, text: str) -> Sequence[Piece]:
         return (Text(text),) if text else ()
 
@@ -161,10 +163,14 @@ class WithoutReasoning:
     def finish(self) -> Sequence[Piece]:
         return [piece for piece in self._parser.finish() if not isinstance(piece, Reasoning)]
 
+    @property
+    def broken(self) -> bool:
+        return self._parser.broken
 
-def finish_reason(reason: str, *, called: bool) -> str:
-    """A choice that ended by itself after a call ended for the call."""
-    return "tool_calls" if called and reason == FinishReason.STOP.value else reason
+
+def finish_reason(reason: str, parser: AnswerParser, *, called: bool) -> str:
+    """A choice that ended by itself after a call ended for the call; not when a stop string cut that call short."""
+    return "tool_calls" if called and reason == FinishReason.STOP.value and not parser.broken else reason
 
 
 def message_fields(pieces: Iterable[Piece]) -> dict[str, Any]:

@@ -111,7 +111,8 @@ class ChatFrames:
             fields = [b'"content":""']
         chunks = [self._content(delta, field, first=i == 0) for i, field in enumerate(fields)]
         if delta.finish_reason is not None:
-            chunks.append(self._finish(delta, finish_reason(delta.finish_reason, called=delta.index in self._called)))
+            called = delta.index in self._called
+            chunks.append(self._finish(delta, finish_reason(delta.finish_reason, parser, called=called)))
         return b"".join(chunks)
 
     def _tells(self, delta: OutputDelta) -> bool:
@@ -201,7 +202,7 @@ def _choice(choice: Choice, options: ChunkOptions, text: TokenTexts, parser: Ans
     why = choice.finish_reason
     if parser is not None:
         fields = message_fields([*parser.feed(choice.text), *parser.finish()])
-        why = finish_reason(why, called="tool_calls" in fields)
+        why = finish_reason(why, parser, called="tool_calls" in fields)
     out = {
         "index": choice.index,
         "message": {"role": "assistant", **fields},

@@ -54,3 +54,8 @@ class AnswerParser(Protocol):
     def finish(self) -> Sequence[Piece]:
         """The rest, when the answer has ended; a mark that was never completed is text."""
         ...
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call was shown whose arguments are not whole."""
+        ...

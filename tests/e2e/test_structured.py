@@ -110,6 +110,9 @@ async def refusals(engine):
     ):
         with pytest.raises(InvalidGrammar):
             await last(engine, "x", params(grammar=grammar))
+    wide = {"type": "object", "properties": {"a": {"type": ["integer", "null"], "minimum": 10**30}}}
+    with pytest.raises(InvalidGrammar, match=r"\$\.properties\.a\.minimum is 1000") as caught:
+        await last(engine, "x", params(grammar=Grammar("json_schema", json.dumps(wide))))
     with pytest.raises(GrammarTooComplex, match="characters"):
         await last(engine, "x", params(grammar=Grammar("regex", "a" * 300_000)))
     with pytest.raises(InvalidRequest, match="not prepared"):

@@ -221,6 +221,10 @@ def test_an_enforced_call_streams_as_it_comes():
 )
 def test_an_enforced_call_that_was_cut_short_is_never_text(format, text):
     for end in range(len(text)):
+        cutter = Cutter(format=format, tools=TOOLS, enforced=True)
+        shown = any(isinstance(piece, CallStart) for piece in [*cutter.feed(text[:end]), *cutter.finish()])
+        whole = any(entry[0] == "call" for entry in parse([text[:end]], format=format))
+        assert cutter.broken == (shown and not whole)
         for feeds in ([text[:end]], list(text[:end])):
             assert all(entry[0] == "call" for entry in parse(feeds, format=format, enforced=True))
 

@@ -58,6 +58,7 @@ class Cutter:
         self._reader: CallReader | None = None
         self._before = ""
         self._calls = 0
+        self.broken = False
         self._shown: int | None = None  # characters of the reader's text shown as arguments
 
     def feed(self, text: str) -> Sequence[Piece]:
@@ -169,6 +170,7 @@ class Cutter:
         if outcome.calls is None:
             if begun:  # its arguments are out already, as far as they came
                 self._calls += 1
+                self.broken = True
             else:
                 self._show(Text(self._before + outcome.raw))
             return

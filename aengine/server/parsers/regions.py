@@ -41,6 +41,8 @@ class RegionStream(Protocol):
 class RegionParser:
     """An AnswerParser. `calls`: tools were offered; else what looks like a call is text."""
 
+    broken = False  # calls are shown when they are whole
+
     def __init__(self, stream: RegionStream, *, calls: bool, parallel: bool) -> None:
         self._stream = stream
         self._reads_calls, self._parallel = calls, parallel
