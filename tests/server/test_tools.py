@@ -77,6 +77,14 @@ async def test_forced_calls_stream_their_arguments(serve, chat_body, events, cho
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.source)) == ""
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_a_stop_string_cuts_short_is_no_reason_to_end(serve, chat_body, events, stream):
+    client, _ = await serve(engine_with(chunks(CALL[: CALL.index("Rome")])))  # the fake engine says that it stopped
+    response = await client.post(URL, json=chat_body(tools=[WEATHER], tool_choice="required", stream=stream))
+    last = events(await response.text())[-2] if stream else await response.json()
+    assert last["choices"][0]["finish_reason"] == "stop"
+
+
 async def test_whole_answers(serve, chat_body):
     client, engine = await serve(engine_with([CALL]))
     answer = await (await client.post(URL, json=chat_body(tools=[WEATHER]))).json()
