@@ -91,5 +91,5 @@ def noise(records: Sequence[Record]) -> str:
     """How busy the machine was with other things: the figures' first doubt."""
     others = [record["others_cores"] for record in records if "others_cores" in record]
     if not others:
-        return "no run"
+        return "no run long enough to tell what else was busy"
     return f"cores busy with other things: median {statistics.median(others):.2f}, p90 {percentile(others, 90):.2f}"

@@ -66,7 +66,8 @@ def turn(
                 before, own_s = Usage.now(running.pid), time.process_time()
                 measured = asyncio.run(measure(workload, target, salted))
                 server_s, others = Usage.now(running.pid).since(before, time.process_time() - own_s)
-                yield {"workload": name, "run": run, **measured, "others_cores": others, **cost(measured, server_s)}
+                busy = {} if others is None else {"others_cores": others}
+                yield {"workload": name, "run": run, **measured, **busy, **cost(measured, server_s)}
         ready = {} if running.ready_s is None else {"ready_ms": 1e3 * running.ready_s}
         yield {"workload": TURN, **ready, "rss_mib": rss_mib(running.pid)}
 

@@ -28,6 +28,7 @@ from load import LoadError, Target
 READY_S = 300.0
 STOP_S = 30.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+LEAST_S = 0.5  # of time, for a tick or two too many on each processor to be a few hundredths of the figure
 SWITCHES = {"yes": True, "no": False}
 
 
@@ -145,24 +146,36 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Processor time so far: of a process tree (0 when its pid is not known), of everything on the machine."""
+    """Processor time so far: of a process tree (0 when its pid is not known), of the machine: busy, and all there was.
+
+    The machine's is counted in ticks that come in lumps, so a short span says nothing about it; and all that there was
+    is read from the same line as what was busy, so that no clock and no count of processors can disagree with it.
+    """
 
     tree_s: float
-    machine_s: float
-    at_s: float
+    busy_s: float
+    whole_s: float
+    processors: int
 
     @classmethod
-    def now(cls, pid: int) -> Usage:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
-        machine_s = (user + nice + system + irq + softirq + steal) / TICKS_PER_S
-        return cls(sum(_cpu_s(each) for each in tree(pid)), machine_s, time.monotonic())
+    def now(cls, pid: int, stat: Path = Path("/proc/stat")) -> Usage:
+        lines = [line.split() for line in stat.read_text().splitlines() if line.startswith("cpu")]
+        ticks = list(map(int, lines[0][1:9]))
+        idle = ticks[3] + ticks[4]  # the rest: user, nice, system, irq, softirq, steal
+        busy_s, whole_s = (sum(ticks) - idle) / TICKS_PER_S, sum(ticks) / TICKS_PER_S
+        return cls(sum(_cpu_s(each) for each in tree(pid)), busy_s, whole_s, len(lines) - 1)
 
-    def since(self, before: Usage, own_s: float) -> tuple[float, float]:
-        """The server's processor seconds, and cores that neither it nor the load generator (`own_s`) kept busy."""
+    def since(self, before: Usage, own_s: float) -> tuple[float, float | None]:
+        """The server's processor seconds, and cores that neither it nor the load generator (`own_s`) kept busy.
+
+        None for the latter when no more than LEAST_S passed. It lies in 0 … processors.
+        """
         server_s = self.tree_s - before.tree_s
-        others_s = self.machine_s - before.machine_s - server_s - own_s
-        return server_s, max(0.0, others_s / (self.at_s - before.at_s))
+        whole_s = self.whole_s - before.whole_s
+        if whole_s <= LEAST_S * self.processors:
+            return server_s, None
+        share = (self.busy_s - before.busy_s - server_s - own_s) / whole_s
+        return server_s, self.processors * min(1.0, max(0.0, share))
 
 
 def tree(pid: int) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from comparison import advantage, judge, medians, noise, table
 from load import LoadError
 from report import Report
-from servers import READY_S, Server, Usage, rss_mib, tree, up
+from servers import READY_S, TICKS_PER_S, Server, Usage, rss_mib, tree, up
 
 from .test_load import PROMPTS
 
@@ -73,8 +74,27 @@ def test_cost_is_processor_time_a_token() -> None:
 
 
 def test_other_load_is_told() -> None:
-    assert noise([]) == "no run"
+    assert noise([record("a")]) == "no run long enough to tell what else was busy"
     assert noise([record("a", others_cores=value) for value in (0.0, 0.5, 2.0)]).endswith("median 0.50, p90 2.00")
+
+
+def test_what_others_kept_busy_is_a_share_of_what_the_machine_had(tmp_path: Path) -> None:
+    def at(seconds: int, busy: int) -> Usage:
+        """Two processors after `seconds`; ticks: user, nice, system, idle, iowait, irq, softirq, steal, guest …"""
+        ticks = (busy // 2, 0, busy // 4, 150 * seconds - busy, 50 * seconds, 0, 0, busy // 4, busy // 4, 0)
+        line = " ".join(map(str, ticks))
+        path = tmp_path / "stat"
+        path.write_text(f"cpu  {line}\ncpu0 {line}\ncpu1 {line}\nintr 7 8\nbtime 5\n")
+        return replace(Usage.now(0, path), tree_s=seconds / 4)
+
+    scale = 100 / TICKS_PER_S
+    server_s, others = at(110, 1300).since(at(100, 0), 3.5 * scale)
+    assert server_s == 2.5
+    assert others == pytest.approx((13 * scale - 2.5 - 3.5 * scale) / (10 * scale))
+    assert at(110, 400).since(at(100, 0), 9.0)[1] == 0.0  # fewer ticks than was used
+    assert replace(at(102, 300), tree_s=0).since(replace(at(100, 0), tree_s=0), -9.0)[1] == 2.0
+    assert at(100, 20).since(at(100, 0), 0.0) == (0.0, None)  # ticks in a lump, no time
+    assert Usage.now(0).processors >= 1
 
 
 def test_settings_of_a_server() -> None:
@@ -100,11 +120,9 @@ def test_a_started_server_is_ended_with_its_children(tmp_path: Path) -> None:
         assert urllib.request.urlopen(running.url + "/health").status == 200
         assert running.pid in tree(os.getpid())
         assert rss_mib(running.pid) > 5
-        before = Usage.now(running.pid)
-        urllib.request.urlopen(running.url + "/health").close()
-        server_s, others = Usage.now(running.pid).since(before, 0.0)
-        assert 0 <= server_s < 5
-        assert 0 <= others <= (os.cpu_count() or 1) + 1
+        used = Usage.now(running.pid)
+        assert 0 < used.tree_s <= Usage.now(running.pid).tree_s
+        assert Usage.now(0).tree_s == 0  # a pid that is not known
         assert running.ready_s is not None
         assert 0 < running.ready_s < READY_S
     assert running.pid not in tree(os.getpid())
@@ -137,10 +155,17 @@ def test_the_script_measures_in_turn_and_goes_on_after_a_failure(
         "W3 output_tokens_per_s, aengine-fake to slow",
         "W4 output_tokens_per_s, aengine-fake to slow",
     ]
-    assert all(claim["value"] > 1 for claim in line["claims"])
+    rates = {(run["server"], run["workload"]): run.get("output_tokens_per_s") for run in runs}
+    ratios = [rates["aengine-fake", workload] / rates["slow", workload] for workload in ("W3", "W4")]
+    assert [claim["value"] for claim in line["claims"]] == pytest.approx(ratios)
+    assert [claim["holds"] for claim in line["claims"]] == [ratio >= 1 for ratio in ratios]
     assert [server["note"] for server in line["figures"]["servers"]] == ["", "sleeps", ""]
     peers.main(["--read", str(kept), "--ours", "slow"])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["claims"][0]["holds"] is False
+    (first, _) = json.loads(capsys.readouterr().out.splitlines()[-1])["claims"]
+    assert (first["name"], first["value"]) == (
+        "W3 output_tokens_per_s, slow to aengine-fake",
+        pytest.approx(1 / ratios[0]),
+    )
 
 
 @pytest.mark.parametrize(
