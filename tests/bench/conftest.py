@@ -21,7 +21,7 @@ def run_bench(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=280,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

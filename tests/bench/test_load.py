@@ -81,9 +81,10 @@ async def test_a_closed_loop_keeps_its_streams_busy() -> None:
     assert len({tuple(body["prompt"][:24]) for body in peer.bodies}) == 1
     assert len({tuple(body["prompt"]) for body in peer.bodies}) == 10
     assert measured["output_tokens_per_s"] == pytest.approx(60 / measured["took_s"])
-    assert 2 <= measured["itl_p50_ms"] <= measured["itl_p99_ms"] <= measured["itl_max_ms"]
+    assert 0 < measured["itl_p50_ms"] <= measured["itl_p99_ms"] <= measured["itl_max_ms"]
+    assert measured["took_s"] >= 3 * 6 * peer.token_s  # ten requests by four streams: three after one another
     assert measured["ttft_p50_ms"] <= measured["ttft_p99_ms"] < 1e3 * measured["took_s"]
-    assert measured["tpot_mean_ms"] >= 2
+    assert 0 < measured["tpot_mean_ms"] <= measured["itl_max_ms"]
     sent = peer.bodies[0]
     assert (sent["model"], sent["ignore_eos"], sent["temperature"], sent["stream"]) == ("fake", True, 0, True)
 
@@ -127,7 +128,8 @@ async def test_steady_streams_feel_the_long_prompts() -> None:
     stall_ms = 1e3 * LONG_READ * peer.token_s
     assert stalled["steady_itl_max_ms"] > 0.9 * stall_ms
     assert stalled["long_ttft_p50_ms"] > stall_ms > calm["steady_itl_p50_ms"]
-    assert stalled["steady_chunks_per_s"] < calm["steady_chunks_per_s"]
+    for measured in (stalled, calm):
+        assert 0 < measured["steady_chunks_per_s"] <= 3 / peer.token_s  # three streams, a chunk in token_s at most
     assert (stalled["requests"], stalled["failed"], stalled["prompt_tokens"]) == (2, 0, 3000)
 
 

@@ -29,6 +29,7 @@ from aengine.errors import (
 from aengine.server import create_app
 from aengine.types import FinishReason, Grammar
 from tests.e2e.conftest import config
+from tests.waiting import until
 
 TEXT = "The three primary colours are"
 MESSAGES = [{"role": "user", "content": "Name two rivers."}]
@@ -140,11 +141,7 @@ async def leaving_the_loop_and_aborting_end_the_request(engine: AsyncEngine, cli
 
 
 async def idle(engine: AsyncEngine) -> None:
-    for _ in range(200):
-        if not engine.stats().running:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the request still runs 4 s after its reader left")
+    await until(lambda: not engine.stats().running)
 
 
 # ---- servers that misbehave
@@ -209,7 +206,7 @@ async def test_a_broken_answer_is_a_typed_error(text: str, error: type[Exception
 
 async def test_aborting_before_the_first_byte() -> None:
     async def answer(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
         raise AssertionError("the client should have left")
 
     async with scripted(answer) as client:

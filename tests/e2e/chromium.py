@@ -61,7 +61,7 @@ class Page:
                 return dict(message["result"])
 
     async def _next_message(self) -> dict[str, Any]:
-        message: dict[str, Any] = await self._socket.receive_json(timeout=60)
+        message: dict[str, Any] = await self._socket.receive_json(timeout=120)
         self._note(message.get("method"), message.get("params", {}))
         return message
 
@@ -82,7 +82,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 20) -> None:
+    async def until(self, expression: str, seconds: float = 60) -> None:
         """Wait until a JavaScript expression is truthy."""
         async with asyncio.timeout(seconds):
             while not await self.js(f"Boolean({expression})"):
@@ -170,7 +170,7 @@ async def new_tab(port: int) -> AsyncIterator[Page]:
 
 
 def _port(file: Path) -> int:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not file.exists() or "\n" not in file.read_text():
         assert time.monotonic() < deadline, "the browser did not start"
         time.sleep(0.05)

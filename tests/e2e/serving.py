@@ -22,7 +22,7 @@ class Server:
         self.output = output
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url + path, timeout=120) as response:
             return str(response.read().decode())
 
     def post(self, path: str, body: object) -> dict[str, object]:
@@ -38,7 +38,7 @@ class Server:
         assert values, f"no metric {name}"
         return sum(map(float, values))
 
-    def wait_idle(self, seconds: float) -> None:
+    def wait_idle(self, seconds: float = 120) -> None:
         """Until no request runs or waits and no page is in use; fails after `seconds`."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         deadline = time.monotonic() + seconds

@@ -117,8 +117,8 @@ async def test_with_a_model_chat_stop_and_reload(tab: Page, port: int, shots: Pa
         await tab.click("#send")
         await tab.until(f"!{IDLE} && {WRITTEN}")
         await tab.key("Escape")
-        await tab.until(IDLE, 10)
-        server.wait_idle(10)
+        await tab.until(IDLE)
+        server.wait_idle()
         async with new_tab(port) as other:
             await shows_the_timeline(other, server.url)
             await other.screenshot(shots / "timeline.png")
@@ -244,7 +244,7 @@ async def test_thoughts_tools_and_settings(tab: Page) -> None:
 
 
 async def test_errors_in_place(tab: Page, shots: Path) -> None:
-    full = Refusal(429, "the queue is full", {"Retry-After": "9"})
+    full = Refusal(429, "the queue is full", {"Retry-After": "60"})
     wrong = Refusal(400, "top_k is -7, not in [-1, 9]")
     async with scripted(Script([full, wrong, Reply(["part"], hold=True)], key="secret")) as script:
         await tab.open(script.url, "key")
@@ -256,7 +256,7 @@ async def test_errors_in_place(tab: Page, shots: Path) -> None:
         await tab.until("document.querySelector('#status').dataset.state === 'ready'")
         await tab.type("#prompt", "Hello")
         await tab.key("Enter")
-        await tab.until(f"/the queue is full – trying again in [5-9] s/.test({NOTICE})")
+        await tab.until(f"/the queue is full – trying again in [3-6][0-9] s/.test({NOTICE})")
         await tab.click(".notice button")
         await tab.until(f"({NOTICE}).includes('top_k is -7')")
         await tab.screenshot(shots / "error.png")

@@ -128,7 +128,7 @@ def test_completions_with_choices_seed_and_echo(client: openai.OpenAI) -> None:
 def test_curl_streams_line_by_line(either: Server) -> None:
     body = json.dumps({"model": "smollm2-135m", "messages": MESSAGES, "max_tokens": 6, "stream": True, **GREEDY})
     command = ["curl", "-sN", "-i", either.url + "/v1/chat/completions", "-H", "Content-Type: application/json"]
-    out = subprocess.run([*command, "-d", body], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run([*command, "-d", body], capture_output=True, text=True, timeout=120, check=True).stdout
     head, _, events = out.partition("\n\n") if "\r\n" not in out else out.partition("\r\n\r\n")
     assert "200 OK" in head
     assert "text/event-stream; charset=utf-8" in head
@@ -185,10 +185,8 @@ async def test_200_cancelled_long_prompts_leave_an_empty_pool(either: Server) ->
                 return
 
         await asyncio.gather(*(one(i) for i in range(200)))
-        await asyncio.to_thread(either.wait_idle, 30)
-        began = time.perf_counter()
+        await asyncio.to_thread(either.wait_idle)
         assert len(await stream_ids(session, either.url, "Still there?", 4)) == 4
-        print(f"the next request was answered in {time.perf_counter() - began:.2f} s")
     assert either.metric("vllm:num_requests_running") == 0
 
 
@@ -252,6 +250,6 @@ def test_sigterm_drains_running_streams_and_ends_with_0() -> None:
         client.stdout.readline()
         running.process.send_signal(signal.SIGTERM)
         rest = client.stdout.read()
-        assert client.wait(60) == 0
+        assert client.wait(120) == 0
         assert rest.rstrip().endswith("data: [DONE]")
-        assert running.process.wait(60) == 0
+        assert running.process.wait(120) == 0

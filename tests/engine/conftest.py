@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +26,7 @@ from aengine.runner.sim import SimExecutor, SimGroup, SimProfile
 from aengine.runner.step import StreamRunner
 from aengine.runner.stream import ThreadStream
 from aengine.scheduler import Scheduler
+from tests.waiting import DEADLINE_S
 
 VOCAB = 256
 EOS = 3
@@ -79,13 +82,36 @@ class ByteTokenizer:
 
 
 class Sim:
-    """What a test may reach into: the tokenizer, the executor, and the pool."""
+    """What a test may reach into: the tokenizer, the executor, the pool, and how long steps take.
+
+    After `hold(n)` the device ends the step it is held at and `n` more, and no other until `hold` or `free`, however
+    long the test takes.
+    """
 
     def __init__(self, pages: int, context: int, step_s: float) -> None:
         self.tokenizer = ByteTokenizer()
         self.pages, self.context, self.step_s = pages, context, step_s
         self.executor_type: type[SimExecutor] = SimExecutor
         self.executor: SimExecutor | None = None
+        self._may_end: threading.Semaphore | None = None
+
+    def hold(self, steps: int = 0) -> None:
+        self._replace(threading.Semaphore(steps))
+
+    def free(self) -> None:
+        self._replace(None)
+
+    def _replace(self, new: threading.Semaphore | None) -> None:
+        held, self._may_end = self._may_end, new
+        if held is not None:
+            held.release(2**20)
+
+    def _delay(self, seconds: float) -> None:
+        held = self._may_end
+        if held is not None:
+            assert held.acquire(timeout=DEADLINE_S)
+        elif self.step_s:
+            time.sleep(seconds)
 
     def build(self, config: EngineConfig, on_phase: Callable[[str, float], None], on_progress: Any = None) -> Parts:
         plan = uniform_plan(self.pages, PAGE)
@@ -102,8 +128,9 @@ class Sim:
             max_seqs=config.scheduler.max_num_seqs,
             max_tokens=self.context,
             vocab=VOCAB,
-            profile=SimProfile(base_s=self.step_s),
+            profile=SimProfile(base_s=self.step_s or 1e-9),
         )
+        self.executor._delay = self._delay
 
         def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
             assert self.executor is not None

@@ -21,6 +21,7 @@ from aengine.errors import (
 from aengine.runner.sim import SimExecutor, sim_token
 from aengine.types import StepPlan, StepResult
 from tests.engine.conftest import EOS, VOCAB, Sim, engine
+from tests.waiting import DEADLINE_S, turns, until
 
 
 def oracle(ids: list[int], n: int, *, ignore_eos: bool = False) -> list[int]:
@@ -78,8 +79,8 @@ async def test_stop_string_trims_and_frees_the_slot(sim: Sim) -> None:
         output = await last(made, [5, 6], params)
         assert output.outputs[0].text == "".join(chr(0x100 + t) for t in want[:4])
         assert output.outputs[0].stop_reason == stop
-        await asyncio.sleep(0.05)
-        assert made.stats().running == 0
+        await until(lambda: made.stats().running == 0)
+        assert made.stats().steps < 200
 
 
 async def test_choices_of_one_prompt_share_its_pages(sim: Sim) -> None:
@@ -96,32 +97,35 @@ async def test_choices_of_one_prompt_share_its_pages(sim: Sim) -> None:
 
 
 async def test_leaving_the_loop_aborts(sim: Sim) -> None:
-    sim.step_s = 0.002
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     async with engine(sim) as made:
+        sim.hold(3)
         outputs = made.generate([1, 2, 3], params)
         async for _ in outputs:
             break
         await outputs.aclose()  # type: ignore[attr-defined]
-        await asyncio.sleep(0.05)
-        assert made.stats().running == 0
+        sim.free()
+        await until(lambda: made.stats().running == 0)
+        sim.hold(3)
         task = asyncio.create_task(last(made, [1, 2, 3], params))
-        await asyncio.sleep(0.03)
+        await until(lambda: made.stats().running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(0.05)
-        assert made.stats().running == made.stats().open_streams == 0
+        sim.free()
+        await until(lambda: made.stats().running == made.stats().open_streams == 0)
+        assert made.stats().steps < 50  # neither ran to its end
 
 
 async def test_abort_by_id_finishes_the_stream(sim: Sim) -> None:
-    sim.step_s = 0.002
     async with engine(sim) as made:
+        sim.hold(3)
         task = asyncio.create_task(
             last(made, [1], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True), request_id="mine")
         )
-        await asyncio.sleep(0.03)
+        await until(lambda: made.stats().running == 1)
         assert made.abort("mine")
+        sim.free()
         output = await task
         assert output.outputs[0].finish_reason is FinishReason.ABORT
         assert not made.abort("mine")
@@ -177,8 +181,7 @@ async def test_a_tokenizer_that_raises_fails_its_request_only(sim: Sim) -> None:
         assert isinstance(bad, StepFailed)
         assert isinstance(good, RequestOutput)
         assert good.outputs[0].token_ids == other
-        await asyncio.sleep(0.05)
-        assert made.stats().running == 0
+        await until(lambda: made.stats().running == 0)
 
 
 class Broken(SimExecutor):
@@ -230,12 +233,15 @@ async def test_a_request_that_can_never_fit_is_refused(sim: Sim) -> None:
 
 
 async def test_close_drains_then_refuses(sim: Sim) -> None:
-    sim.step_s = 0.005
     made = engine(sim)
     await made.start()
+    sim.hold(3)
     task = asyncio.create_task(last(made, [1, 2], GREEDY))
-    await asyncio.sleep(0.02)
-    await made.close(drain_s=5.0)
+    await until(lambda: made.stats().running == 1)
+    closing = asyncio.create_task(made.close(drain_s=DEADLINE_S))
+    await turns()
+    sim.free()
+    await closing
     assert (await task).outputs[0].token_ids == oracle([1, 2], 20, ignore_eos=True)
     with pytest.raises(NotReady):
         made.submit([1], GREEDY, request_id="late")
@@ -243,12 +249,15 @@ async def test_close_drains_then_refuses(sim: Sim) -> None:
 
 
 async def test_close_without_drain_ends_open_streams(sim: Sim) -> None:
-    sim.step_s = 0.01
     made = engine(sim)
     await made.start()
+    sim.hold(3)
     task = asyncio.create_task(last(made, [1, 2], SamplingParams(max_tokens=200, ignore_eos=True)))
-    await asyncio.sleep(0.05)
-    await made.close()
+    await until(lambda: made.stats().running == 1)
+    closing = asyncio.create_task(made.close())
+    await turns()
+    sim.free()
+    await closing
     with pytest.raises(NotReady):
         await task
 
@@ -294,8 +303,7 @@ async def test_random_load_with_cancellations_leaves_nothing_behind(sim: Sim) ->
             assert output.outputs[0].token_ids == oracle(prompt, most, ignore_eos=True)
 
         await asyncio.gather(*(one(i) for i in range(120)))
-        await asyncio.sleep(0.1)
+        await until(lambda: not (made.stats().running or made.stats().waiting or made.stats().open_streams))
         stats = made.stats()
-        assert stats.running == stats.waiting == stats.open_streams == 0
         assert stats.kv_usage == 0.0
         assert stats.preemptions > 0

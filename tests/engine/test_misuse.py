@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from aengine.runner.sim import SimExecutor
 from aengine.types import StepPlan, StepResult
 from tests.engine.conftest import Sim, engine
 from tests.engine.test_engine import GREEDY, last, oracle
+from tests.waiting import DEADLINE_S, turns, until
 
 
 @pytest.mark.parametrize(
@@ -62,27 +63,32 @@ def test_sampling_params_take_single_strings_and_lists_and_refuse_other_kinds() 
 
 
 async def test_abort_while_the_prompt_is_encoded(sim: Sim) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
     class Slow:
         def __call__(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-            time.sleep(0.1)
+            entered.set()
+            assert go_on.wait(DEADLINE_S)
             return [1, 2]
 
     sim.tokenizer.encode = Slow()  # type: ignore[method-assign]
     async with engine(sim) as made:
         task = asyncio.create_task(last(made, "text", GREEDY, request_id="mine"))
-        await asyncio.sleep(0.03)
+        await until(entered.is_set)
         assert made.abort("mine")
+        go_on.set()
         assert (await task).outputs[0].finish_reason == "abort"
 
 
 async def test_a_second_reader_is_refused(sim: Sim) -> None:
-    sim.step_s = 0.05
     async with engine(sim) as made:
+        sim.hold()
         stream = made.submit([1], GREEDY, request_id="a")
         first = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0.01)
+        await turns()
         with pytest.raises(RuntimeError, match="reader already"):
             await anext(stream)
+        sim.free()
         await first
 
 
@@ -99,15 +105,21 @@ async def test_outputs_that_are_kept_do_not_grow(sim: Sim) -> None:
 async def test_close_while_loading_and_a_failed_start(sim: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
     real = sim.build
 
+    entered, go_on = threading.Event(), threading.Event()
+
     def slow(*args: Any) -> Any:
-        time.sleep(0.1)
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
         return real(*args)
 
     monkeypatch.setattr("aengine.engine.build.build", slow)
     made = engine(sim)
     start = asyncio.create_task(made.start())
-    await asyncio.sleep(0.03)
-    await made.close()
+    await until(entered.is_set)
+    closing = asyncio.create_task(made.close())
+    await turns()
+    go_on.set()
+    await closing
     with pytest.raises(NotReady):
         await start
     assert made.phase == "closed"
@@ -170,9 +182,9 @@ async def test_prompt_logprobs_come_before_any_choice_speaks(sim: Sim) -> None:
 
 async def test_an_old_request_is_not_starved_by_rows_that_fill_the_budget(sim: Sim) -> None:
     """More decode rows than budget: the oldest prompt still gets its share of every step."""
-    sim.step_s = 0.001
     order: list[str] = []
     async with engine(sim, max_num_seqs=16, max_batched_tokens=4) as made:
+        sim.hold(20)
 
         async def one(name: str, prompt: list[int], tokens: int, priority: int) -> None:
             await last(
@@ -181,8 +193,11 @@ async def test_an_old_request_is_not_starved_by_rows_that_fill_the_budget(sim: S
             order.append(name)
 
         crowd = [asyncio.create_task(one(f"c{i}", [i], 60, 5)) for i in range(8)]
-        await asyncio.sleep(0.05)
-        await one("urgent", list(range(40)), 2, -10)
+        await until(lambda: made.stats().steps > 20)  # all of the crowd are at it, and none can be through
+        urgent = asyncio.create_task(one("urgent", list(range(40)), 2, -10))
+        await until(lambda: made.stats().waiting + made.stats().running == 9)
+        sim.free()
+        await urgent
         assert order == ["urgent"] or order.index("urgent") < 4
         await asyncio.gather(*crowd)
 

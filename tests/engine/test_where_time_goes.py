@@ -45,12 +45,13 @@ async def test_stages_add_up_to_wall_time_at_work(sim: Sim) -> None:
     sim.step_s = 0.002
     async with engine(sim) as made:
         clock = made._running.timeline.clock  # type: ignore[union-attr]
-        before, began_s = clock.totals(), time.perf_counter()
+        earliest_s, before, latest_s = time.perf_counter(), clock.totals(), time.perf_counter()
         await answers(made, 16)
-        after, wall_s = clock.totals(), time.perf_counter() - began_s
+        least_s, after = time.perf_counter() - latest_s, clock.totals()
+        most_s = time.perf_counter() - earliest_s
         grown = {stage: after[stage] - before[stage] for stage in after}
         text = made.metrics.render().decode()
-    assert sum(grown.values()) == pytest.approx(wall_s, rel=0.01)
+    assert 0.99 * least_s <= sum(grown.values()) <= 1.01 * most_s
     assert all(grown[stage] > 0 for stage in STAGES)
     assert grown["waiting"] > 0
     assert all(f'aengine:stage_seconds_total{{model_name="sim",stage="{stage}"}}' in text for stage in after)
@@ -158,7 +159,9 @@ async def test_a_request_leaves_its_spans(sim: Sim, exported: InMemorySpanExport
     began_ns = time.time_ns()
     async with engine(sim) as made:
         stream = made.submit([1, 2, 3], GREEDY, request_id="slow")
-        await asyncio.sleep(0.1)
+        ended = asyncio.Event()
+        stream.on_finished(ended.set)
+        await ended.wait()
         assert exported.get_finished_spans() == ()  # it has ended, but its reader has not read it
         assert [delta.finish_reason async for delta in stream][-1] is FinishReason.LENGTH
         spans = {span.name: span for span in exported.get_finished_spans()}
@@ -184,7 +187,9 @@ async def test_a_reader_that_leaves_and_a_failure_leave_spans_too(sim: Sim, expo
         with pytest.raises(StepFailed):
             await last(made, [1], GREEDY)
         stream = made.submit([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), request_id="b")
-        await asyncio.sleep(0.05)
+        ended = asyncio.Event()
+        stream.on_finished(ended.set)
+        await ended.wait()
         await stream.aclose()
     names = [span.name for span in exported.get_finished_spans()]
     assert names.count("request") == 2

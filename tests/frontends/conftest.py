@@ -66,7 +66,7 @@ async def house(made: Sim, fronts: int = 1, seats: int | None = None, **schedule
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await host.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await asyncio.gather(*home.serving)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aengine.prefix_cache.keys import MediaItem, TokenChain, media_keys, root_key
+from tests.counting import calls
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -108,17 +108,10 @@ def test_short_keys_keep_the_chain_itself_whole() -> None:
     assert short == [digest[:1] for digest in long]
 
 
-def test_a_long_prompt_is_hashed_quickly() -> None:
-    """128k tokens in at most 20 ms of one core (about 7 ms here); CPU time, so that a busy machine does not count."""
+def test_a_long_prompt_is_hashed_in_a_few_calls_a_page() -> None:
+    """128k tokens; what that takes is bench/prefix_cache.py's to measure."""
     tokens = np.random.default_rng(0).integers(0, 50_000, 131_072).astype(np.int32)
-    best = min(_hash_s(tokens) for _ in range(5))
-    assert best < 0.020, f"{best * 1e3:.1f} ms"
-
-
-def _hash_s(tokens: np.ndarray) -> float:
-    began = time.process_time()
-    TokenChain(root_key(), tokens, 16).extend(8192)
-    return time.process_time() - began
+    assert calls(lambda: TokenChain(root_key(), tokens, 16).extend(8192)) <= 8192 * 4
 
 
 def test_a_buffer_of_another_type_is_refused() -> None:

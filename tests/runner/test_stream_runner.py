@@ -122,7 +122,9 @@ async def test_a_handle_is_awaited_once(make_runner):
 async def test_device_time_is_measured_unless_the_executor_knows_better(make_runner):
     script = Script(s1=lambda: time.sleep(0.02))
     runner = make_runner(script)
-    assert 0.02 <= (await runner.launch(plan(1)).wait()).device_s < 5.0
+    began_s = time.perf_counter()
+    device_s = (await runner.launch(plan(1)).wait()).device_s
+    assert 0.02 <= device_s <= time.perf_counter() - began_s
     script.device_s = 0.125
     assert (await runner.launch(plan(2)).wait()).device_s == 0.125
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from aengine.config import ServerConfig
 from aengine.server import create_app
+from tests.waiting import until
 
 sys.path.insert(0, str(Path(__file__).parent))
 from server_fakes import FakeEngine
@@ -31,6 +33,42 @@ async def serve():
     yield make
     for client in clients:
         await client.close()
+
+
+class Keepers:
+    """The time of the tasks that keep idle streams alive: it passes when a test says so."""
+
+    def __init__(self):
+        self.asleep = []
+
+    def __getattr__(self, name):
+        """Whatever else a module asks of asyncio."""
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds):
+        future = asyncio.get_running_loop().create_future()
+        self.asleep.append(future)
+        try:
+            await future
+        finally:
+            if future in self.asleep:
+                self.asleep.remove(future)
+
+    async def look(self, times):
+        """Lets each keeper look at its stream so often."""
+        for _ in range(times):
+            await until(lambda: self.asleep)
+            woken, self.asleep = self.asleep, []
+            for future in woken:
+                future.set_result(None)
+            await until(lambda most=woken: len(self.asleep) == len(most))
+
+
+@pytest.fixture
+def keepers(monkeypatch):
+    made = Keepers()
+    monkeypatch.setattr("aengine.server.sse.asyncio", made)
+    return made
 
 
 @pytest.fixture

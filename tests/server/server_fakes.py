@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
 
 from aengine.errors import ContextLengthExceeded
 from aengine.metrics import Metrics
@@ -142,8 +144,10 @@ class FakeStream:
     async def _pause(self):
         """Waits while the engine holds its streams."""
         await asyncio.sleep(self.engine.step_s)
-        if not self.completion_tokens and self.engine.first_s:
-            await asyncio.sleep(self.engine.first_s)
+        if self.engine.gate is not None:
+            await self.engine.gate.acquire()
+        while self.completion_tokens >= self.engine.hold_from and Path(self.engine.hold_while).exists():
+            await asyncio.sleep(0.005)
         if self.engine.hold_after is not None and self.completion_tokens >= self.engine.hold_after:
             await self._wake.wait()
 
@@ -161,14 +165,21 @@ class FakeStream:
 
 @dataclass
 class FakeEngine:
-    """`reply`: the pieces each choice answers with. `hold_after`: tokens after which every stream waits for ever."""
+    """`reply`: the pieces each choice answers with. `hold_after`: tokens after which every stream waits for ever.
+
+    `gate`: each delta waits for one of its permits. `hold_while`, `load_while`: streams (from token `hold_from` on) and
+    the start go on once no file has that name any more: another process says when.
+    """
 
     reply: list[str] = field(default_factory=lambda: ["Hel", "lo", "!"])
     finish: FinishReason = FinishReason.STOP
     error: str | None = None
     raises: Exception | None = None
     refuses: list[Exception | None] = field(default_factory=list)
-    first_s: float = 0.0
+    gate: asyncio.Semaphore | None = None
+    hold_while: str = ""
+    hold_from: float = inf
+    load_while: str = ""
     step_s: float = 0.0
     hold_after: int | None = None
     load_s: float = 0.0
@@ -188,6 +199,8 @@ class FakeEngine:
     async def start(self):
         self.phase = "loading model"
         await asyncio.sleep(self.load_s)
+        while self.load_while and Path(self.load_while).exists():
+            await asyncio.sleep(0.005)
         if self.load_error is not None:
             raise self.load_error
         self.phase = "ready"

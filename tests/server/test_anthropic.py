@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from test_responses import scripted  # noqa: F401
 from test_tools import engine_with
 
 from aengine.errors import InvalidRequest
+from aengine.server.sse import LOOKS
 from aengine.types import FinishReason, OutputDelta
 
 URL = "/v1/messages"
@@ -232,12 +234,16 @@ async def test_stop_sequences(serve, monkeypatch):
     assert (await ask(client, stop_sequences=["x"]))["stop_reason"] == "end_turn"
 
 
-async def test_keep_alive_is_a_ping(serve):
-    client, _ = await serve(FakeEngine(first_s=0.55), keepalive_s=0.2)
-    names = [name for name, _ in await ask(client, stream=True)]
+async def test_keep_alive_is_a_ping(serve, keepers):
+    client, engine = await serve(FakeEngine(gate=asyncio.Semaphore(0)))
+    asked = asyncio.create_task(ask(client, stream=True))
+    await keepers.look(LOOKS + 2 * (LOOKS + 1))
+    for _ in range(9):
+        engine.gate.release()
+    names = [name for name, _ in await asked]
     assert names[0] == "message_start"
     assert names.count("message_start") == 1
-    assert names.count("ping") in (2, 3)
+    assert names.count("ping") == 3  # one belongs to the opening
 
 
 async def test_a_failure_behind_the_headers_is_an_event(serve):

@@ -9,7 +9,9 @@ import pytest
 from server_fakes import FakeEngine
 
 from aengine.errors import EngineDead
+from aengine.server.sse import LOOKS
 from aengine.types import FinishReason
+from tests.waiting import turns, until
 
 URL = "/v1/chat/completions"
 
@@ -103,20 +105,36 @@ async def test_empty_answer_has_role_and_finish(serve, chat_body, events):
     assert [c["choices"][0]["delta"] for c in chunks[:-1]] == [{"role": "assistant", "content": ""}, {}]
 
 
-async def test_role_first_then_keep_alive_only_after_idle(serve, chat_body):
-    client, _ = await serve(FakeEngine(first_s=0.55), keepalive_s=0.2)
-    body = await (await client.post(URL, json=chat_body(stream=True))).text()
+async def test_role_first_then_keep_alive_only_after_idle(serve, chat_body, keepers):
+    client, engine = await serve(FakeEngine(gate=asyncio.Semaphore(0)))
+    asked = asyncio.create_task(client.post(URL, json=chat_body(stream=True)))
+    await keepers.look(LOOKS - 1)
+    assert not asked.done()
+    await keepers.look(1 + 2 * (LOOKS + 1))
+    for _ in range(9):
+        engine.gate.release()
+    body = await (await asked).text()
     frames = body.split("\n\n")
     assert json.loads(frames[0][6:])["choices"][0]["delta"]["role"] == "assistant"
-    assert 1 <= frames.count(": keep-alive") <= 2
-    assert frames[1] == ": keep-alive"
+    assert frames.count(": keep-alive") == 2
+    assert frames[1:3] == [": keep-alive"] * 2
     assert body.count('"role"') == 1
     assert body.endswith("data: [DONE]\n\n")
 
 
-async def test_busy_stream_has_no_comments(serve, chat_body):
-    client, _ = await serve(FakeEngine(reply=["x"] * 20, step_s=0.02), keepalive_s=0.2)
-    body = await (await client.post(URL, json=chat_body(stream=True))).text()
+async def test_busy_stream_has_no_comments(serve, chat_body, keepers):
+    """Longer under way than the interval, in all, but never still for so long."""
+    client, engine = await serve(FakeEngine(reply=["x"] * 20, gate=asyncio.Semaphore(0)))
+    asked = asyncio.create_task(client.post(URL, json=chat_body(stream=True)))
+    await until(lambda: engine.streams)
+    for tokens in range(1, 21):
+        engine.gate.release()
+        await until(lambda tokens=tokens: engine.streams[0].completion_tokens == tokens)
+        await turns()
+        await keepers.look(LOOKS)
+    engine.gate.release()
+    body = await (await asked).text()
+    assert body.count('"content":"x"') == 20
     assert "keep-alive" not in body
 
 

@@ -13,8 +13,8 @@ import signal
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from server_fakes import FakeEngine
-from test_disconnect import connect, until
-from test_run import BODY, process, until_ready
+from test_disconnect import connect
+from test_run import BODY, ended, process, until_draining, until_ready
 from test_tools import engine_with
 
 from aengine.config import ServerConfig
@@ -22,11 +22,13 @@ from aengine.engine.core import Core
 from aengine.errors import QueueFull
 from aengine.models.detokenize import ByteStream
 from aengine.server import create_app
+from aengine.server.sse import LOOKS
 from tests.engine.conftest import (
     EOS,
     sim,  # noqa: F401
 )
 from tests.engine.conftest import engine as sim_engine
+from tests.waiting import DEADLINE_S, until
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 TOOLS = [
@@ -103,12 +105,16 @@ async def test_04_done_is_last(chunks):
     assert (await chunks(url=PLAIN, prompt="a"))[-1] == "[DONE]"
 
 
-async def test_05_comments_only_in_idle_times(serve, chat_body):
-    client, _ = await serve(FakeEngine(first_s=0.25), keepalive_s=0.1)
-    text = await (await client.post(CHAT, json=chat_body(stream=True))).text()
+async def test_05_comments_only_in_idle_times(serve, chat_body, keepers):
+    client, engine = await serve(FakeEngine(gate=asyncio.Semaphore(0)))
+    asked = asyncio.create_task(client.post(CHAT, json=chat_body(stream=True)))
+    await keepers.look(LOOKS + LOOKS + 1)
+    for _ in range(9):
+        engine.gate.release()
+    text = await (await asked).text()
     assert text.startswith("data: ")
-    assert "\n\n: keep-alive\n\n" in text
-    client, _ = await serve(FakeEngine(), keepalive_s=0.1)
+    assert text.count("\n\n: keep-alive\n\n") == 1
+    client, _ = await serve()
     assert "\n:" not in await (await client.post(CHAT, json=chat_body(stream=True))).text()
 
 
@@ -345,7 +351,7 @@ async def test_22_roles(serve, chat_body, envelope):
 
 
 @pytest.mark.parametrize("kind", ["streaming", "whole", "queued"])
-async def test_23_a_disconnect_frees_the_pages(on_sim, monkeypatch, kind):
+async def test_23_a_disconnect_frees_the_pages(on_sim, sim, monkeypatch, kind):  # noqa: F811
     """At most depth + 1 steps are launched behind the abort, which comes with the end of the socket."""
     steps, abort = [], Core.abort
 
@@ -354,7 +360,8 @@ async def test_23_a_disconnect_frees_the_pages(on_sim, monkeypatch, kind):
         abort(core, handle)
 
     monkeypatch.setattr(Core, "abort", noted)
-    client, engine = await on_sim(step_s=0.02, max_num_seqs=1)
+    client, engine = await on_sim(max_num_seqs=1)
+    sim.hold(30)
     prompt = {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": True}
     writers = [(await connect(client, PLAIN, prompt | {"stream": kind == "streaming"}))[1]]
     await until(lambda: engine.stats().running == 1)
@@ -362,9 +369,14 @@ async def test_23_a_disconnect_frees_the_pages(on_sim, monkeypatch, kind):
         writers.append((await connect(client, PLAIN, prompt))[1])
         await until(lambda: engine.stats().waiting == 1)
         writers.pop().close()
+        await until(lambda: steps)
+        sim.hold(5)
         await until(lambda: engine.stats().waiting == 0)
         assert engine.stats().running == 1
+    before = len(steps)
     writers[0].close()
+    await until(lambda: len(steps) > before)
+    sim.free()
     await until(lambda: engine.stats().running == 0)
     assert engine.stats().steps - steps[-1] <= engine.config.scheduler.depth + 1
     assert engine.stats().steps < 200  # it did not run to its end
@@ -407,23 +419,25 @@ async def test_26_reset_prefix_cache_under_load(on_sim):
 
     *texts, _ = await asyncio.gather(*(ask() for _ in range(8)), resets())
     assert len(set(texts)) == 1
-    assert engine.stats().kv_usage == 0
+    await until(lambda: engine.stats().kv_usage == 0)
 
 
-async def test_27_metrics_count_exactly(on_sim):
-    client, _ = await on_sim(step_s=0.002)
+async def test_27_metrics_count_exactly(on_sim, sim, monkeypatch):  # noqa: F811
+    client, engine = await on_sim(step_s=0.002)
+    aborted, abort = [], engine.abort
+    monkeypatch.setattr(engine, "abort", lambda id: aborted.append(id) or abort(id))
     done = {"prompt": "abcdefgh", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     for _ in range(3):
         assert (await client.post(PLAIN, json=done)).status == 200
+    sim.hold(20)
     _, writer = await connect(client, PLAIN, done | {"max_tokens": 200})
-    for _ in range(200):
-        if await metric(client, "vllm:num_requests_running"):
-            break
+    await until(lambda: engine.stats().running)
+    assert await metric(client, "vllm:num_requests_running") == 1
     writer.close()
-    for _ in range(200):
-        if not await metric(client, "vllm:num_requests_running"):
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: aborted)
+    sim.free()
+    await until(lambda: not engine.stats().running)
+    await until(lambda: not engine.stats().open_streams)
     for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert await metric(client, gauge) == 0
     text = await (await client.get("/metrics")).text()
@@ -442,18 +456,22 @@ async def test_27_metrics_count_exactly(on_sim):
         assert await metric(client, name) >= 0
 
 
-async def test_28_sigterm_drains():
-    async with process({"reply": ["x"] * 10, "step_s": 0.03}) as (child, session):
+async def test_28_sigterm_drains(tmp_path):
+    held = tmp_path / "held"
+    held.touch()
+    fields = {"reply": ["x"] * 10, "hold_while": str(held), "hold_from": 3}
+    async with process(fields, shutdown_timeout_s=DEADLINE_S) as (child, session):
         await until_ready(session)
         running = await session.post(CHAT, json=BODY)
         child.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.1)
+        await until_draining(session)
         refused = await session.post(CHAT, json=BODY)
         assert (refused.status, "Retry-After" in refused.headers) == (503, True)
+        held.unlink()
         text = await running.text()
         assert text.count('"content":"x"') == 10
         assert text.endswith("data: [DONE]\n\n")
-        assert await asyncio.wait_for(child.wait(), 5) == 0
+        assert await ended(child) == 0
 
 
 async def test_29_model_names(serve, chat_body, envelope):

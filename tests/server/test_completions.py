@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from server_fakes import FakeEngine, logprob
+
+from aengine.server.sse import LOOKS
 
 URL = "/v1/completions"
 
@@ -183,9 +187,13 @@ async def test_streamed_scores_join_to_the_whole(serve, events):
     assert parts[0]["prompt_token_ids"] == whole["prompt_token_ids"]
 
 
-async def test_idle_stream_opens_with_an_empty_text(serve, events):
-    client, _ = await serve(FakeEngine(first_s=0.3), keepalive_s=0.2)
-    text = await (await client.post(URL, json={"prompt": "a", "stream": True})).text()
+async def test_idle_stream_opens_with_an_empty_text(serve, events, keepers):
+    client, engine = await serve(FakeEngine(gate=asyncio.Semaphore(0)))
+    asked = asyncio.create_task(client.post(URL, json={"prompt": "a", "stream": True}))
+    await keepers.look(LOOKS)
+    for _ in range(9):
+        engine.gate.release()
+    text = await (await asked).text()
     assert text.startswith("data: ")
     assert events(text)[0]["choices"][0]["text"] == ""
 

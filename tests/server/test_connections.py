@@ -19,6 +19,7 @@ from aengine.server import create_app
 from aengine.server.connections import Backlog, Gate, GatedRunner, room_for_connections
 from aengine.server.context import CONTEXT
 from aengine.server.counters import Counters
+from tests.waiting import DEADLINE_S, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -63,13 +64,10 @@ async def test_silent_connections_make_room_and_busy_ones_stay(caplog):
         busy, kept = await send(port, post(stream=True))
         await busy.readuntil(b"data: ")
         silent = [await send(port, b"GET / HT") for _ in range(20)]
-        for _ in range(100):
-            if counters.events["evicted"] >= 17:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: counters.events["evicted"] >= 17)
         assert counters.events["evicted"] == 17  # 21 came, 4 may stay
         assert (counters.connections, counters.busy) == (4, 1)
-        assert await asyncio.wait_for(silent[0][0].read(), 2) == b""
+        assert await asyncio.wait_for(silent[0][0].read(), DEADLINE_S) == b""
         reader, _ = await send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await answer(reader))[0] == 200
         assert len(engine.streams) == 1
@@ -89,28 +87,27 @@ async def test_when_all_are_busy_new_ones_are_refused_at_once():
         assert b"Retry-After: 1" in head
         assert counters.events["refused"] == 1
         held[0][1].close()
-        for _ in range(100):
-            if counters.busy < 2:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: counters.busy < 2)
         reader, _ = await send(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await answer(reader))[0] == 200
 
 
 async def test_a_refused_client_gets_the_answer_to_a_request_it_sends_late_and_in_parts(monkeypatch):
     monkeypatch.setattr("aengine.server.connections.REFUSE_S", 0.3)
-    async with gated(FakeEngine(hold_after=3), most=1) as (port, _, _):
+    async with gated(FakeEngine(hold_after=3), most=1) as (port, _, gate):
         held, busy = await send(port, post(stream=True))
         await held.readuntil(b"data: ")
         silent, kept = await send(port, b"")
+        await until(lambda: gate.counters.events["refused"] == 1)
+        monkeypatch.setattr("aengine.server.connections.REFUSE_S", DEADLINE_S)  # this one is slow, but not silent
         reader, writer = await send(port, b"")
-        await asyncio.sleep(0.05)
+        await until(lambda: gate.counters.events["refused"] == 2)
         writer.write(post()[:20])
         assert (await answer(reader))[0] == 503
         writer.write(b" " * 2**20)  # a body that is still on its way resets nothing
         await writer.drain()
         assert await reader.read() == b""
-        assert await asyncio.wait_for(silent.read(), 2) == b""
+        assert await asyncio.wait_for(silent.read(), DEADLINE_S) == b""
         for each in (busy, kept, writer):
             each.close()
 
@@ -131,8 +128,8 @@ async def test_a_head_that_does_not_come_ends_the_connection():
     async with gated(idle_timeout_s=0.2) as (port, counters, _):
         readers = [(await send(port, data))[0] for data in (b"", b"POST /v1/comp", HEAD)]
         for reader in readers:
-            assert await asyncio.wait_for(reader.read(), 3) == b""
-        assert counters.connections == 0
+            assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
+        await until(lambda: counters.connections == 0)
 
 
 async def test_a_body_that_does_not_come_is_told():
@@ -148,8 +145,7 @@ async def test_slow_uploads_share_a_budget_and_small_requests_pass():
     async with gated(max_body_bytes=2**20, max_upload_bytes=2**20) as (port, counters, _):
         part = b" " * (700 * 2**10)
         first, writer = await send(port, HEAD + b"Content-Length: 1000000\r\n\r\n" + part)
-        while counters.upload_bytes < 600 * 2**10:
-            await asyncio.sleep(0.005)
+        await until(lambda: counters.upload_bytes >= 600 * 2**10)
         second, _ = await send(port, HEAD + b"Content-Length: 1000000\r\n\r\n" + part)
         status, error, _ = await answer(second)
         assert (status, error["code"]) == (429, "queue_full")
@@ -167,24 +163,19 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_request_aborted():
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", port))
-        while not gate.open:
-            await asyncio.sleep(0.01)
+        await until(lambda: gate.open)
         for connection in gate._idle:
             connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sock.sendall(post(stream=True, max_tokens=2**23))
-        await asyncio.sleep(0.3)
-        assert sum(c.transport.get_write_buffer_size() for c in gate._busy) > 0
+        await until(lambda: sum(c.transport.get_write_buffer_size() for c in gate._busy) > 0)
         for now_s in (0.0, 1.0, 119.0):
             gate.cut_stalled(now_s)
         assert counters.events["stalled"] == 0
         gate.cut_stalled(121.0)
         assert counters.events["stalled"] == 1
-        for _ in range(200):
-            if engine.aborted:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.aborted)
         assert len(engine.aborted) == 1
-        assert counters.connections == 0
+        await until(lambda: counters.connections == 0)
         sock.close()
 
 
@@ -212,7 +203,7 @@ async def test_what_is_no_request_gets_one_small_answer_and_no_line(data, caplog
         assert status == 400
         assert error["message"] == "this is not a valid HTTP request"
         assert b"aiohttp" not in head
-        assert await asyncio.wait_for(reader.read(), 2) == b""
+        assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
         assert counters.events["malformed"] == 1
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 

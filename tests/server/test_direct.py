@@ -13,6 +13,7 @@ from aengine.config import ServerConfig
 from aengine.engine.stream import RequestStream
 from aengine.server import create_app
 from aengine.types import FinishReason, OutputDelta
+from tests.waiting import turns, until
 
 
 class Wire(asyncio.Transport):
@@ -78,9 +79,8 @@ async def connection():
         sent = json.dumps({"stream": True, **body}).encode()
         protocol.data_received(b"POST %b HTTP/1.1\r\nHost: x\r\n" % path.encode())
         protocol.data_received(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(sent), sent))
-        while not engine.streams:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.005)
+        await until(lambda: engine.streams)
+        await turns()
         return protocol, wire, engine.streams[0]
 
     yield make
@@ -106,13 +106,13 @@ WITH_IDS = ("/v1/completions", {"prompt": "hi", "return_token_ids": True})
 async def test_one_write_a_token_and_no_task_between(connection, path, body):
     _, wire, stream = await connection(path, body)
     stream.push(OutputDelta(0, "é0", (1,)))
-    await asyncio.sleep(0.005)
+    await turns()
     before = len(wire.written)
     for i in range(1, 6):
         stream.push(OutputDelta(0, f"é{i}", (i,)))
         assert len(wire.written) == before + i  # already, before any task had a turn
     stream.push(OutputDelta(0, "end", (9,), None, FinishReason.STOP))
-    await asyncio.sleep(0.005)
+    await turns()
     chunks, ended = wire.chunks
     assert text_of(chunks) == ("é0é1é2é3é4é5end", 7)
     assert ended
@@ -122,16 +122,16 @@ async def test_one_write_a_token_and_no_task_between(connection, path, body):
 async def test_a_full_socket_gets_merged_deltas_once_it_takes_more(connection):
     protocol, wire, stream = await connection(*CHAT)
     stream.push(OutputDelta(0, "a", (1,)))
-    await asyncio.sleep(0.005)
+    await turns()
     protocol.pause_writing()
     for i in range(50):
         stream.push(OutputDelta(0, f"{i},", (i,)))
         await asyncio.sleep(0)
     stalled = len(wire.written)
     protocol.resume_writing()
-    await asyncio.sleep(0.005)
+    await turns()
     stream.push(OutputDelta(0, "", (9,), None, FinishReason.STOP))
-    await asyncio.sleep(0.005)
+    await turns()
     text, frames = text_of(wire.chunks[0])
     assert text == "a" + "".join(f"{i}," for i in range(50))
     assert stalled <= 3
@@ -141,9 +141,9 @@ async def test_a_full_socket_gets_merged_deltas_once_it_takes_more(connection):
 async def test_a_client_that_left_is_not_written_to(connection):
     protocol, wire, stream = await connection(*CHAT)
     stream.push(OutputDelta(0, "a", (1,)))
-    await asyncio.sleep(0.005)
+    await turns()
     before = len(wire.written)
     protocol.connection_lost(None)
     stream.push(OutputDelta(0, "b", (1,)))
-    await asyncio.sleep(0.005)
+    await turns()
     assert len(wire.written) == before

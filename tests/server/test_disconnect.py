@@ -8,16 +8,10 @@ import json
 import pytest
 from server_fakes import FakeEngine
 
+from aengine.server.sse import LOOKS
+from tests.waiting import until
+
 URL = "/v1/chat/completions"
-
-
-async def until(condition, seconds=2.0):
-    """Waits for a condition, a few milliseconds at a time."""
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen")
 
 
 async def connect(client, url, body):
@@ -44,7 +38,7 @@ async def test_disconnect_aborts(serve, url, prompt, stream, hold_after):
     await asyncio.sleep(0.05)
     assert not engine.aborted
     writer.close()
-    await until(lambda: not engine.open, 0.5)
+    await until(lambda: not engine.open)
     assert len(engine.aborted) == len(engine.streams)
     await until(lambda: all(stream.closed for stream in engine.streams))
     engine.hold_after = None
@@ -81,11 +75,15 @@ async def test_a_stalled_client_slows_only_itself(serve, chat_body):
     await until(lambda: not engine.open)
 
 
-async def test_keep_alive_does_not_touch_a_full_socket(serve, chat_body):
+async def test_keep_alive_does_not_touch_a_full_socket(serve, chat_body, keepers):
     engine = FakeEngine(reply=["x" * 20_000] * 500)
-    client, _ = await serve(engine, keepalive_s=0.1)
+    client, _ = await serve(engine)
     reader, writer = await connect(client, URL, chat_body(stream=True))
-    await asyncio.sleep(0.5)
+    before = -1
+    while not engine.streams or engine.streams[0].completion_tokens != before:  # the socket fills
+        before = engine.streams[0].completion_tokens if engine.streams else -1
+        await asyncio.sleep(0.1)
+    await keepers.look(3 * LOOKS)
     raw = b""
     while not raw.endswith(b"0\r\n\r\n"):
         raw += await reader.read(2**20)

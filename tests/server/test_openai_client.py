@@ -8,6 +8,7 @@ from server_fakes import FakeEngine
 
 from aengine.errors import QueueFull
 from aengine.types import FinishReason
+from tests.waiting import DEADLINE_S, until
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -20,7 +21,7 @@ async def connect(serve):
     async def make(engine=None, key="k", retries=0, **settings):
         http, engine = await serve(engine, **settings)
         base = str(http.make_url("/v1"))
-        client = openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=retries, timeout=10)
+        client = openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=retries, timeout=DEADLINE_S)
         opened.append(client)
         return client, engine
 
@@ -130,16 +131,11 @@ async def test_error_inside_a_stream(connect):
 
 
 async def test_closing_a_stream_aborts(connect):
-    import asyncio
-
     client, engine = await connect(FakeEngine(hold_after=3))
     stream = await client.chat.completions.create(model="fake-model", messages=MESSAGES, stream=True)
     async for chunk in stream:
         if chunk.choices[0].delta.content:
             break
     await stream.close()
-    for _ in range(100):
-        if engine.aborted:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: engine.aborted)
     assert engine.aborted == [engine.streams[0].request_id]

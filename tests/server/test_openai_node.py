@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import DEADLINE_S
+
 VERSION = "6.49.0"
 PROGRAMS = ("node", "npm")
 
@@ -48,6 +50,6 @@ async def test_openai_node(serve, folder):
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), 2 * DEADLINE_S)
     assert (process.returncode, out.decode()) == (0, "all of it\n"), err.decode()
     assert not engine.open

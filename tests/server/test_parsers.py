@@ -262,9 +262,17 @@ def test_ids_differ_and_fit_the_template():
     ],
 )
 def test_hostile_texts_take_linear_time(text):
-    start = time.process_time()
+    def least_s(part):
+        """Processor time, the least of three."""
+        took_s = []
+        for _ in range(3):
+            start = time.process_time()
+            parse([part], format=QWEN)
+            took_s.append(time.process_time() - start)
+        return min(took_s)
+
     out = parse([text], format=QWEN)
-    assert time.process_time() - start < 1.5
+    assert least_s(text) < 4 * 8 * (least_s(text[: len(text) // 8]) + 1e-3)  # 64 times as much if it were quadratic
     assert [entry[0] for entry in out] == ["call" if text.endswith("</function>") else "text"]
 
 

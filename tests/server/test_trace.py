@@ -13,6 +13,7 @@ from server_fakes import FakeEngine
 from aengine.config import ServerConfig
 from aengine.server import run_server
 from aengine.server.trace import write_trace
+from tests.waiting import DEADLINE_S, until
 
 
 async def test_a_trace_of_the_last_seconds(serve, envelope):
@@ -34,16 +35,14 @@ async def test_a_signal_writes_a_file_and_the_server_goes_on(tmp_path, monkeypat
     caplog.set_level(logging.INFO)
     urls = []
     server = asyncio.create_task(run_server(FakeEngine(), ServerConfig(port=0), on_listening=urls.append))
-    async with asyncio.timeout(5):
-        while not urls:
-            await asyncio.sleep(0.01)
+    async with asyncio.timeout(DEADLINE_S):
+        await until(lambda: urls)
         os.kill(os.getpid(), signal.SIGUSR1)
-        while not (found := list(tmp_path.glob("*.json"))):
-            await asyncio.sleep(0.01)
-        assert json.loads(found[0].read_text()) == {"traceEvents": [], "seconds": 30}
-        assert oct(found[0].stat().st_mode & 0o777) == "0o600"
-        while str(found[0]) not in caplog.text:
-            await asyncio.sleep(0.01)
+        await until(lambda: list(tmp_path.glob("*.json")))
+        (found,) = tmp_path.glob("*.json")
+        assert json.loads(found.read_text()) == {"traceEvents": [], "seconds": 30}
+        assert oct(found.stat().st_mode & 0o777) == "0o600"
+        await until(lambda: str(found) in caplog.text)
         assert not server.done()
         os.kill(os.getpid(), signal.SIGTERM)
         await server

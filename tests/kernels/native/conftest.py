@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -20,8 +21,11 @@ ISAS = tuple(os.environ.get("KERNEL_ISAS", "").split()) or (*_RUNS[:-1], *_EMULA
 
 @pytest.fixture(scope="session")
 def library_path(request: pytest.FixtureRequest) -> Path:
+    """Workers of one test run wait for the first, which builds it."""
     folder = Path(request.config.cache.mkdir("native-kernels"))  # type: ignore[union-attr]
-    built = build(folder, isas=ISAS)
+    with (folder.parent / "native-kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = build(folder, isas=ISAS)
     assert not isinstance(built, Unavailable), built.reason
     return built.path
 
