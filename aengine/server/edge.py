@@ -48,16 +48,8 @@ _EXPOSED = "x-request-id, x-aengine-ignored, x-aengine-phase, retry-after"
 async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The one middleware."""
     connection = request.protocol
-    if not isinstance(connection, Connection):  # a test's own server
-        return await _pass(request, handler)
-    connection.gate.begin(connection)
-    try:
-        return await _pass(request, handler)
-    finally:
-        connection.gate.end(connection)
-
-
-async def _pass(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if isinstance(connection, Connection):  # not a test's own server
+        connection.gate.begin(connection)
     context = request.app[CONTEXT]
     request[REQUEST_ID] = _request_id(request)
     if request.method == "OPTIONS":

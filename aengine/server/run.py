@@ -52,8 +52,8 @@ async def run_server(
     Raises ConfigError when the address cannot be had, and what `engine.start` raised.
     """
     app = create_app(engine, config)
-    most = room_for_connections(config.max_connections)
-    gate = Gate(app[CONTEXT].counters, most=most, stall_s=config.stall_timeout_s)
+    room = room_for_connections(config.max_connections)
+    gate = Gate(app[CONTEXT].counters, room=room, stall_s=config.stall_timeout_s)
     runner = GatedRunner(app, gate, idle_s=config.idle_timeout_s, shutdown_timeout=LAST_WRITES_S)
     await runner.setup()
     sweep = asyncio.create_task(gate.sweep(), name="server.sweep")
