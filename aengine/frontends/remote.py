@@ -22,6 +22,7 @@ from aengine.config import EngineConfig, home
 from aengine.engine.facts import Health, ModelInfo
 from aengine.engine.output import Choice, OutputTask
 from aengine.engine.stream import RequestStream
+from aengine.engine.watchdog import LoopWatch
 from aengine.engine.text import TextProcessor, read_template
 from aengine.errors import AengineError, EngineDead, InvalidRequest, NotReady, QueueFull
 from aengine.frontends.wire import (
@@ -176,15 +177,21 @@ class RemoteEngine:
     async def _tell(self) -> None:
         """Counters once a second, which also says that this process lives; and how late its loop wakes. What was
         counted after the last message is lost with a process that is killed; one that leaves tells it in `close`."""
-        told_s = 0.0
-        while True:
-            due_s = time.monotonic() + LAG_EVERY_S
-            await asyncio.sleep(LAG_EVERY_S)
-            now_s = time.monotonic()
-            self._metrics.loop_lag(max(0.0, now_s - due_s))
-            if now_s - told_s >= TELL_EVERY_S:
-                told_s = now_s
-                self._send(Counted(0, self._metrics.counts()))
+        told_s, watch = 0.0, LoopWatch()
+        try:
+            while True:
+                due_s = time.monotonic() + LAG_EVERY_S
+                await asyncio.sleep(LAG_EVERY_S)
+                now_s = time.monotonic()
+                self._metrics.loop_lag(max(0.0, now_s - due_s))
+                watch.beat()
+                for _ in range(watch.take_faults()):
+                    self._metrics.fault("loop_blocked")
+                if now_s - told_s >= TELL_EVERY_S:
+                    told_s = now_s
+                    self._send(Counted(0, self._metrics.counts()))
+        finally:
+            watch.close()
 
     # ---- what the engine process says
 

@@ -97,9 +97,10 @@ class Counted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """`restarted`: others serve already, so it need not answer before it can serve."""
+    """`index`: which front-end it is. `restarted`: others serve already, so it need not answer before it can serve."""
 
     config: AengineConfig
+    index: int
     restarted: bool
 
 

@@ -137,8 +137,12 @@ async def test_a_lost_front_end_costs_only_its_own_requests(sim: Sim) -> None:
         gone = [lost.submit([i], long, request_id=f"gone{i}") for i in range(3)]
         for stream in (kept, *gone):
             await anext(stream)
+        lost.bind_http(lambda: HttpFigures({}, 5, 4))
+        await other.metrics_text()
         home.pipes[0].cut()
-        assert await home.serving[0] == 3
+        left = await home.serving[0]
+        assert left == (3, 5, 4)
+        assert str(left).startswith("3 sequences aborted, 5 connections lost, 4 of them")
         no_rows = StepOutputs(0, admitted=[Admitted(10**9, 0)])
         await home.host._running.core.outputs.put(no_rows)  # type: ignore[union-attr]
         for stream in gone:
@@ -170,7 +174,7 @@ async def test_who_takes_nothing_is_cut_off_and_others_go_on(sim: Sim, monkeypat
         alone = home.fronts[0].submit([9, 9], GREEDY, request_id="alone")
         assert list((await read(alone))[0][1]) == oracle([9, 9], 20, ignore_eos=True)
         async with asyncio.timeout(5):
-            assert await home.serving[1] > 0
+            assert (await home.serving[1]).sequences > 0
         end.close()
 
 
@@ -198,7 +202,7 @@ async def test_who_talks_nonsense_is_cut_off_and_others_go_on(sim: Sim) -> None:
     async with house(sim) as home:
         end = await home.connect(1)
         end.sendall((3).to_bytes(8, "little") + b"\xc1\xc1\xc1")
-        assert await home.serving[1] == 0
+        assert (await home.serving[1]).sequences == 0
         assert list((await read(home.fronts[0].submit([9], GREEDY, request_id="a")))[0][1]) == oracle(
             [9], 20, ignore_eos=True
         )
@@ -277,14 +281,21 @@ async def test_socket_figures_are_sums_and_outlive_who_leaves_in_order(sim: Sim)
         assert told(await home.fronts[1].metrics_text()) == after
 
 
-def test_limits_of_the_server_are_shared() -> None:
-    whole = AengineConfig(server=ServerConfig(max_connections=11, max_upload_bytes=2**26, max_body_bytes=2**24))
-    shares = [parent.share(whole, index, 3).server for index in range(3)]
-    assert [server.max_connections for server in shares] == [4, 4, 3]
-    assert {server.max_upload_bytes for server in shares} == {2**26 // 3}
-    assert parent.share(whole, 63, 64).server.max_connections == 1
-    assert parent.share(whole, 0, 64).server.max_upload_bytes == 2**24
-    assert parent.share(whole, 2, 3).engine == whole.engine
+def test_the_memory_for_bodies_is_shared() -> None:
+    whole = AengineConfig(server=ServerConfig(max_upload_bytes=2**26, max_body_bytes=2**24))
+    assert parent.share(whole, 3).server.max_upload_bytes == 2**26 // 3
+    assert parent.share(whole, 64).server.max_upload_bytes == 2**24
+    assert parent.share(whole, 3).engine == whole.engine
+
+
+def test_each_front_end_takes_the_connections_that_chance_brings_it() -> None:
+    draw = np.random.default_rng(1)
+    for most, count in ((64, 2), (1000, 4), (16384, 4)):
+        room = parent.share(AengineConfig(server=ServerConfig(max_connections=most)), count).server.max_connections
+        fullest = draw.multinomial(most, [1 / count] * count, size=2000).max(axis=1)
+        assert (fullest > room).mean() < 0.01
+        assert room * count <= most + 3 * (most * count) ** 0.5 + count
+    assert parent.share(AengineConfig(server=ServerConfig(max_connections=1)), 64).server.max_connections == 1
 
 
 async def test_kept_images_are_bounded_and_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
