@@ -193,7 +193,7 @@ class Hub:
     def _take(self, seat: Seat, message: ToEngine) -> None:
         match message:
             case Submit():
-                if message.sampling.grammar is None:
+                if message.submission.sampling.grammar is None:
                     self._submit(seat, message)
                 else:
                     self._work(self._prepare_and_submit(seat, message))
@@ -216,7 +216,7 @@ class Hub:
 
     async def _prepare_and_submit(self, seat: Seat, message: Submit) -> None:
         try:
-            await self.engine.prepare(message.sampling)
+            await self.engine.prepare(message.submission.sampling)
         except Exception as error:
             seat.pipe.send(Refused(message.number, fault(error)))
             return
@@ -225,15 +225,8 @@ class Hub:
 
     def _submit(self, seat: Seat, message: Submit) -> None:
         try:
-            handles, release = self.engine.submit_rows(
-                message.prompt_ids,
-                message.sampling,
-                request_id=message.request_id,
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-                adapter=message.adapter,
-                images=seat.take(message.images),
-            )
+            images = tuple(seat.take(message.submission.images))
+            handles, release = self.engine.submit_rows(msgspec.structs.replace(message.submission, images=images))
         except Exception as error:
             seat.pipe.send(Refused(message.number, fault(error)))
             return

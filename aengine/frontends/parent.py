@@ -185,7 +185,7 @@ class Parent:
         what comes to its socket, and to end it would cost them their requests."""
         while True:
             for index, child in self._children.items():
-                if os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                if os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG):  # noqa: ASYNC222 - WNOHANG
                     log.error("front-end %d was stopped by a signal; it is told to go on", index)
                     os.kill(child.pid, signal.SIGCONT)
                     if self._engine.phase == "ready":

@@ -4,8 +4,8 @@ Owns: `Gate` (who is idle, who is busy, who takes nothing), the protocol of one 
 Does not know: requests beyond their beginning and end, bodies.
 Invariants: a connection that answers a request is never closed for lack of room, nor one that has come, or begun to
 ask, within GRACE_S. Of the others first those go that have never asked, then those with an answer, the longest silent
-first, so strangers who connect and say nothing cannot keep anybody out. Bytes that are no HTTP get one small answer and one line at most in the log (level
-debug), and nothing of them is repeated.
+first, so strangers who connect and say nothing cannot keep anybody out. Bytes that are no HTTP get one small answer and
+one line at most in the log (level debug), and nothing of them is repeated.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Gate:
         self._count()
 
     def ask(self, connection: Connection) -> None:
-        """A request's first bytes have come. What comes after them changes nothing: a head that trickles gains no time."""
+        """A request's first bytes have come. Later ones change nothing: a head that trickles gains no time."""
         connection.asking = True
         if self._leave(connection):
             self._fresh[connection] = time.monotonic()

@@ -25,7 +25,7 @@ from aengine.errors import (
 from aengine.frontends import parent, seat, wire
 from aengine.frontends.seat import Seat
 from aengine.frontends.wire import Fault, Submit, Up
-from aengine.types import Admitted, Grammar, HttpFigures, MediaInput, StepOutputs
+from aengine.types import Admitted, Grammar, HttpFigures, MediaInput, StepOutputs, Submission
 from tests.engine.conftest import VOCAB, Sim, engine
 from tests.engine.test_engine import oracle
 from tests.frontends.conftest import house
@@ -88,6 +88,10 @@ async def test_refusals_come_before_the_first_delta(sim: Sim) -> None:
             ([5] * 10, {"max_tokens": 200}, RequestTooLarge, "210 tokens"),
             ([5], {"n": 3}, InvalidRequest, "waiting room holds 2"),
             ([5, VOCAB], {}, InvalidRequest, f"token id {VOCAB}"),
+            ([5, -1], {}, InvalidRequest, "token id -1"),
+            ([5, 2**32], {}, InvalidRequest, "no integer of 32 bits"),
+            ([5, 2**70], {}, InvalidRequest, "not one list of integers"),
+            ([5, 1.5], {}, InvalidRequest, "not one list of integers"),  # type: ignore[list-item]
         ]
         for i, (prompt, fields, kind, text) in enumerate(cases):
             with pytest.raises(kind, match=text):
@@ -167,7 +171,7 @@ async def test_who_takes_nothing_is_cut_off_and_others_go_on(sim: Sim, monkeypat
         end = await home.connect(1)
         for message in (
             Up(),
-            *(Submit(i, f"x{i}", np.array([i], np.int32), LONG, 0, "", "") for i in range(8)),
+            *(Submit(i, Submission(f"x{i}", np.array([i], np.int32), LONG)) for i in range(8)),
         ):
             data = wire.encode(message)
             end.sendall(len(data).to_bytes(8, "little") + data)

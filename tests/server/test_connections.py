@@ -234,7 +234,11 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_request_aborted():
 
 
 async def test_an_answer_that_nobody_reads_keeps_its_connection_busy_and_is_cut():
-    async with gated(FakeEngine(reply=["x" * 2**14] * 600, model=FakeModel(max_model_len=2**24))) as (port, counters, gate):
+    async with gated(FakeEngine(reply=["x" * 2**14] * 600, model=FakeModel(max_model_len=2**24))) as (
+        port,
+        counters,
+        gate,
+    ):
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", port))
