@@ -264,7 +264,10 @@ class Connection(RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """What never reached a handler: bytes that are no request."""
+        """What never reached a handler: bytes that are no request, or a client that went before it was told to go on
+        with its body (Expect: 100-continue)."""
+        if isinstance(exc, ConnectionError):
+            return web.Response(status=status)  # nobody reads it
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         self.gate.counters.events["malformed"] += 1

@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import socket
+import struct
 from contextlib import asynccontextmanager
 
 import pytest
@@ -281,6 +282,21 @@ async def test_what_is_no_request_gets_one_small_answer_and_no_line(data, caplog
         assert b"aiohttp" not in head
         assert await asyncio.wait_for(reader.read(), 2) == b""
         assert counters.events["malformed"] == 1
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+
+
+async def test_who_leaves_before_it_may_send_its_body_writes_no_line(caplog):
+    async with gated(most=64) as (port, counters, _):
+        for _ in range(20):
+            sock = socket.create_connection(("127.0.0.1", port))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n")
+            sock.close()
+        reader, writer = await send(port, HEAD + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        assert (await answer(reader))[0] == 400
+        assert counters.connections == 1
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 
 
