@@ -72,6 +72,9 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs before any answer's headers leave, streamed ones too."""
     response.headers["Server"] = "aengine"  # aiohttp would name itself and Python with their versions
+    if request.app[CONTEXT].draining:  # the client's next request goes to whoever takes this one's place
+        response.force_close()
+        response.headers["Connection"] = "close"
     id = request.get(REQUEST_ID)
     if id is not None:
         response.headers["x-request-id"] = id

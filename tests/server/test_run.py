@@ -83,6 +83,7 @@ async def test_drains_running_streams_and_refuses_new_ones(number):
         assert refused.status == 503
         assert "draining" in (await refused.json())["error"]["message"]
         assert refused.headers["Retry-After"]
+        assert refused.headers["Connection"] == "close"
         assert (await session.get("/health")).status == 503
         text = await running.text()
         assert text.count('"content":"x"') == 30
