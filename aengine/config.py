@@ -245,7 +245,7 @@ class ServerConfig:
     body_timeout_s: float = _setting(60.0, "seconds a request's body may take to arrive", rare=True)
     max_connections: int = _setting(
         16384,
-        "open connections; beyond it the longest idle one is closed for a new one (front-ends share them evenly)",
+        "open connections; beyond it the longest idle one is closed for a new one (front-ends share them, with slack)",
         rare=True,
     )
     idle_timeout_s: float = _setting(75.0, "seconds a connection may be open without a request's whole head", rare=True)

@@ -39,7 +39,7 @@ _TOKEN_TIMES_S = (
 _REQUEST_TIMES_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
 _STEP_TIMES_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 5.0, 20.0)
 _LAGS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-FAULTS = ("step", "detokenizer", "tokenizer", "loop_blocked", "step_overdue", "request_stalled")
+FAULTS = ("step", "detokenizer", "tokenizer", "loop_blocked", "step_overdue", "request_stalled", "frontend_stopped")
 _TOKEN_COUNTS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 

@@ -43,6 +43,16 @@ class Parser(argparse.ArgumentParser):
         )
         self.rare: list[tuple[argparse.Action, str]] = []  # settings left out of the help, and what they would say
 
+    def format_help(self) -> str:
+        """The options are listed below; a usage that names them all again takes twenty lines."""
+        places = [
+            f"[{name}]" if action.nargs == "?" else name
+            for action in self._get_positional_actions()
+            for name in [action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else action.dest)]
+        ]
+        self.usage = " ".join(("%(prog)s [options]", *map(str, places)))
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 

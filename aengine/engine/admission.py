@@ -20,7 +20,7 @@ from aengine.engine.stream import RequestStream
 from aengine.errors import AengineError, InvalidRequest, QueueFull, RequestTooLarge
 from aengine.metrics import Metrics
 from aengine.scheduler import Matcher
-from aengine.types import Int32s, MediaInput, Request, SamplingParams
+from aengine.types import Request, SamplingParams, Submission
 
 if TYPE_CHECKING:
     from aengine.engine.grammars import Grammars
@@ -57,35 +57,17 @@ class Admission:
 
     # ---- coming in
 
-    def admit(
-        self,
-        prompt_ids: Sequence[int] | Int32s,
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        priority: int,
-        cache_salt: str,
-        adapter: str,
-        images: Sequence[MediaInput],
-    ) -> Entrant:
+    def admit(self, submission: Submission) -> Entrant:
         """All checks of a prompt; nobody is in before `enter`. Raises as `AsyncEngine.submit` does."""
+        request_id, adapter = submission.request_id, submission.adapter
         if request_id in self._open:
             raise InvalidRequest(f"request id {request_id[:100]!r} is in use", param="request_id")
         if adapter:
             raise InvalidRequest(f"adapter {adapter[:100]!r} is not loaded", param="model")
-        requests = self._intake.requests(
-            prompt_ids,
-            sampling,
-            request_id=request_id,
-            first_handle=self._next_handle,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter=adapter,
-            images=images,
-        )
-        matchers = self._matchers(sampling)
+        requests = self._intake.requests(submission, self._next_handle)
+        matchers = self._matchers(submission.sampling)
         self._check_room(len(requests))
-        image_bytes = sum(image.n_bytes for image in images)
+        image_bytes = sum(image.n_bytes for image in submission.images)
         self._check_image_room(image_bytes)
         return Entrant(requests, matchers, image_bytes)
 

@@ -21,13 +21,14 @@ from aengine.engine.images import take_images
 from aengine.engine.loading import load
 from aengine.engine.outlet import Outlet
 from aengine.engine.output import Choice
+from aengine.engine.prompt_ids import checked_ids
 from aengine.engine.prompts import Prompt, PromptTokens, read_prompt
 from aengine.engine.running import Running
 from aengine.engine.stream import RequestStream
 from aengine.errors import EngineDead, InvalidRequest, NotReady
 from aengine.metrics import Metrics
 from aengine.timeline import KEPT_S, chrome_trace
-from aengine.types import HttpFigures, Int32s, MediaInput, RequestOutput, SamplingParams
+from aengine.types import HttpFigures, Int32s, MediaInput, RequestOutput, SamplingParams, Submission
 
 if TYPE_CHECKING:
     from aengine.engine.build import Parts
@@ -155,19 +156,10 @@ class AsyncEngine:
         running = self._ready()
         admission, output = running.admission, running.output
         assert output is not None
-        entrant = admission.admit(
-            prompt_ids,
-            sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter=adapter,
-            images=images,
-        )
+        ids = checked_ids(prompt_ids, self.model.max_model_len)
+        entrant = admission.admit(Submission(request_id, ids, sampling, priority, cache_salt, adapter, tuple(images)))
         requests, text = entrant.requests, self.text
-        stream = RequestStream(
-            request_id, requests[0].prompt_ids.tolist(), len(requests), lambda: self.abort(request_id)
-        )
+        stream = RequestStream(request_id, ids.tolist(), len(requests), lambda: self.abort(request_id))
         if sampling.prompt_logprobs is not None:
             stream.prompt_logprobs = [None]
         for index, request in enumerate(requests):
@@ -178,30 +170,12 @@ class AsyncEngine:
         stream.on_finished(admission.enter(entrant, stream))
         return stream
 
-    def submit_rows(
-        self,
-        prompt_ids: Sequence[int] | Int32s,
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str = "",
-        adapter: str = "",
-        images: Sequence[MediaInput] = (),
-    ) -> tuple[tuple[int, ...], Callable[[], None]]:
+    def submit_rows(self, submission: Submission) -> tuple[tuple[int, ...], Callable[[], None]]:
         """As `submit`, for an engine with an outlet: (the handles of the choices; what to call when all have finished).
 
         Their outputs come to the outlet after this has returned."""
         admission = self._ready().admission
-        entrant = admission.admit(
-            prompt_ids,
-            sampling,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter=adapter,
-            images=images,
-        )
+        entrant = admission.admit(submission)
         return tuple(entrant.handles), admission.enter(entrant)
 
     def abort_rows(self, handles: Iterable[int]) -> None:

@@ -8,18 +8,16 @@ Invariants: a Request that leaves here fits the context and the KV pool; nothing
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from aengine.config import EngineConfig
 from aengine.engine.facts import ModelInfo
 from aengine.engine.images import place_images
 from aengine.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge
 from aengine.prefix_cache import PrefixCache
-from aengine.types import Int32s, MediaInput, Request, RequestMedia, SamplingParams, TokenRules
+from aengine.types import Int32s, Request, RequestMedia, SamplingParams, Submission, TokenRules
 
 if TYPE_CHECKING:
     from aengine.models.tokenizer import Tokenizer
@@ -35,23 +33,13 @@ class Intake:
         self._tokenizer = tokenizer
         self._cache = cache
 
-    def requests(
-        self,
-        prompt_ids: Sequence[int] | Int32s,
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        first_handle: int,
-        priority: int,
-        cache_salt: str,
-        adapter: str,
-        images: Sequence[MediaInput] = (),
-    ) -> list[Request]:
+    def requests(self, submission: Submission, first_handle: int) -> list[Request]:
         """The sampling.n Requests; raises InvalidRequest, ContextLengthExceeded or RequestTooLarge."""
-        _check_labels(request_id, priority, cache_salt)
-        ids = self._check_prompt(prompt_ids)
+        _check_labels(submission)
+        ids, sampling = submission.prompt_ids, submission.sampling
+        self._check_vocabulary(ids)
         self._check_sampling(sampling)
-        media = place_images(ids, images, self._model.image_token)
+        media = place_images(ids, submission.images, self._model.image_token)
         self._check_scored(media, sampling)
         total = self._total_tokens(len(ids), sampling, tuple(one.input.tokens for one in media))
         rules = self._rules(sampling)
@@ -60,48 +48,27 @@ class Intake:
         return [
             Request(
                 handle=first_handle + i,
-                id=request_id,
+                id=submission.request_id,
                 prompt_ids=ids,
                 sampling=sampling if i == 0 else quiet,
                 rules=rules,
                 max_total_tokens=total,
                 seed=(seed + i * _GOLDEN) & _MASK,
-                priority=priority,
-                cache_salt=cache_salt,
-                adapter=adapter,
+                priority=submission.priority,
+                cache_salt=submission.cache_salt,
+                adapter=submission.adapter,
                 cause="fresh" if i == 0 else "fork",
                 media=media,
             )
             for i in range(sampling.n)
         ]
 
-    def _check_prompt(self, prompt_ids: Sequence[int] | Int32s) -> Int32s:
-        limit = self._model.max_model_len
-        if len(prompt_ids) == 0:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if len(prompt_ids) >= limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt_ids)} tokens; this model's maximum context length is {limit} tokens, "
-                "which must also hold at least one output token",
-                param="prompt",
-            )
-        try:
-            given = np.asarray(prompt_ids)
-        except (OverflowError, ValueError, TypeError) as error:
-            raise InvalidRequest("prompt token ids are not a list of integers", param="prompt") from error
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise InvalidRequest(
-                f"prompt token ids are {given.ndim}-dimensional {given.dtype}, not one list of integers", param="prompt"
-            )
-        ids = given.astype(np.int64)
+    def _check_vocabulary(self, ids: Int32s) -> None:
         bad = ids[(ids < 0) | ((ids >= self._model.vocab_size) & (ids != self._model.image_token))]
         if len(bad):
             raise InvalidRequest(
                 f"prompt holds token id {bad[0]}, not in [0, {self._model.vocab_size})", param="prompt"
             )
-        out = ids.astype(np.int32)
-        out.flags.writeable = False
-        return out
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.n > self._config.max_n:
@@ -181,12 +148,13 @@ def _counts(pages: tuple[int, ...]) -> str:
     return " + ".join(map(str, pages))
 
 
-def _check_labels(request_id: str, priority: int, cache_salt: str) -> None:
+def _check_labels(submission: Submission) -> None:
+    request_id, priority = submission.request_id, submission.priority
     if not isinstance(request_id, str) or not request_id:
         raise InvalidRequest("request_id is not a text of at least one character", param="request_id")
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
         raise InvalidRequest(f"priority is {priority!r}, not an integer of 32 bits"[:200], param="priority")
     try:
-        cache_salt.encode()
+        submission.cache_salt.encode()
     except (AttributeError, UnicodeEncodeError) as error:
         raise InvalidRequest("cache_salt is not a text of valid Unicode", param="cache_salt") from error

@@ -39,7 +39,7 @@ async def serve(pipe_fd: int, listening: list[int]) -> None:
         return
     assert isinstance(welcome, Welcome)
     config = welcome.config
-    configure_logging(config.server.log_level)
+    configure_logging(config.server.log_level, f"front-end {welcome.index}: ")
     stopping = asyncio.Event()
     engine = RemoteEngine(config.engine, pipe, stopping)
     engine.listen()

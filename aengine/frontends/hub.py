@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,12 +41,12 @@ from aengine.frontends.wire import (
     ToFrontend,
     Up,
 )
-from aengine.types import NO_HANDLES, Finish, Int64s, SamplingParams, StepOutputs
+from aengine.types import NO_HANDLES, Finish, HttpFigures, Int64s, SamplingParams, StepOutputs
 
 log = logging.getLogger("aengine.frontends")
 
 LOOK_EVERY_S = 0.05
-SILENT_S = 30.0  # a front-end tells its counters every second
+SILENT_S = 15.0  # a front-end tells its counters every second, and the stack of a loop that is blocked after 5
 COUNTING_S = 0.5
 NOBODY = -1
 NO_SEATS: NDArray[np.int16] = np.zeros(0, np.int16)
@@ -57,6 +58,21 @@ class Open:
 
     left: int
     release: Callable[[], None]
+
+
+class Lost(NamedTuple):
+    """What a front-end left behind: `sequences` that the engine knew; `connections` as it told last, a second before
+    its end or before it stopped, and how many of them had a request under way, whatever had become of that."""
+
+    sequences: int
+    connections: int = 0
+    busy: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sequences} sequences aborted, {self.connections} connections lost, {self.busy} of them with a "
+            "request under way"
+        )
 
 
 class Hub:
@@ -149,8 +165,8 @@ class Hub:
 
     # ---- front-ends
 
-    async def serve(self, index: int, pipe: Pipe) -> int:
-        """Until the front-end is gone: the number of sequences that it left open."""
+    async def serve(self, index: int, pipe: Pipe) -> Lost:
+        """Until the front-end is gone."""
         seat = self._seats[index] = Seat(index, pipe)
         pipe.send(self._state())
         try:
@@ -161,7 +177,7 @@ class Hub:
             log.exception("front-end %d says what cannot be understood; it is cut off", index)
         return self._left(seat)
 
-    def _left(self, seat: Seat) -> int:
+    def _left(self, seat: Seat) -> Lost:
         del self._seats[seat.index]
         seat.leave()
         for handle in seat.handles:
@@ -171,12 +187,13 @@ class Hub:
         with suppress(NotReady):
             if seat.counts is not None:
                 self.engine.metrics.absorb(seat.counts)
-        return len(seat.handles)
+        http = seat.counts.http if seat.counts is not None else HttpFigures()
+        return Lost(len(seat.handles), http.connections, http.connections_busy)
 
     def _take(self, seat: Seat, message: ToEngine) -> None:
         match message:
             case Submit():
-                if message.sampling.grammar is None:
+                if message.submission.sampling.grammar is None:
                     self._submit(seat, message)
                 else:
                     self._work(self._prepare_and_submit(seat, message))
@@ -199,7 +216,7 @@ class Hub:
 
     async def _prepare_and_submit(self, seat: Seat, message: Submit) -> None:
         try:
-            await self.engine.prepare(message.sampling)
+            await self.engine.prepare(message.submission.sampling)
         except Exception as error:
             seat.pipe.send(Refused(message.number, fault(error)))
             return
@@ -208,15 +225,8 @@ class Hub:
 
     def _submit(self, seat: Seat, message: Submit) -> None:
         try:
-            handles, release = self.engine.submit_rows(
-                message.prompt_ids,
-                message.sampling,
-                request_id=message.request_id,
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-                adapter=message.adapter,
-                images=seat.take(message.images),
-            )
+            images = tuple(seat.take(message.submission.images))
+            handles, release = self.engine.submit_rows(msgspec.structs.replace(message.submission, images=images))
         except Exception as error:
             seat.pipe.send(Refused(message.number, fault(error)))
             return

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from aengine.config import EngineConfig, home
 from aengine.engine.facts import Health, ModelInfo
 from aengine.engine.output import Choice, OutputTask
+from aengine.engine.prompt_ids import checked_ids
 from aengine.engine.stream import RequestStream
 from aengine.engine.text import TextProcessor, read_template
+from aengine.engine.watchdog import LoopWatch
 from aengine.errors import AengineError, EngineDead, InvalidRequest, NotReady, QueueFull
 from aengine.frontends.wire import (
     Abort,
@@ -45,7 +45,7 @@ from aengine.metrics import Metrics
 from aengine.models.store import ModelFiles, present
 from aengine.models.tokenizer import Tokenizer, load_tokenizer
 from aengine.timeline import Timeline
-from aengine.types import Grammar, HttpFigures, Int32s, MediaInput, SamplingParams, StepOutputs
+from aengine.types import Grammar, HttpFigures, Int32s, MediaInput, SamplingParams, StepOutputs, Submission
 
 log = logging.getLogger("aengine.frontends")
 
@@ -176,15 +176,21 @@ class RemoteEngine:
     async def _tell(self) -> None:
         """Counters once a second, which also says that this process lives; and how late its loop wakes. What was
         counted after the last message is lost with a process that is killed; one that leaves tells it in `close`."""
-        told_s = 0.0
-        while True:
-            due_s = time.monotonic() + LAG_EVERY_S
-            await asyncio.sleep(LAG_EVERY_S)
-            now_s = time.monotonic()
-            self._metrics.loop_lag(max(0.0, now_s - due_s))
-            if now_s - told_s >= TELL_EVERY_S:
-                told_s = now_s
-                self._send(Counted(0, self._metrics.counts()))
+        told_s, watch = 0.0, LoopWatch()
+        try:
+            while True:
+                due_s = time.monotonic() + LAG_EVERY_S
+                await asyncio.sleep(LAG_EVERY_S)
+                now_s = time.monotonic()
+                self._metrics.loop_lag(max(0.0, now_s - due_s))
+                watch.beat()
+                for _ in range(watch.take_faults()):
+                    self._metrics.fault("loop_blocked")
+                if now_s - told_s >= TELL_EVERY_S:
+                    told_s = now_s
+                    self._send(Counted(0, self._metrics.counts()))
+        finally:
+            watch.close()
 
     # ---- what the engine process says
 
@@ -262,10 +268,8 @@ class RemoteEngine:
         if self._pipe.crowded:
             self._metrics.request_rejected("queue_full")
             raise QueueFull("the engine process does not keep up with new requests", retry_after_s=1)
-        try:
-            ids = np.asarray(prompt_ids, np.int64).astype(np.int32)
-        except (OverflowError, ValueError, TypeError) as error:
-            raise InvalidRequest("prompt token ids are not a list of integers", param="prompt") from error
+        ids = checked_ids(prompt_ids, self.model.max_model_len)
+        submission = Submission(request_id, ids, sampling, priority, cache_salt, adapter, tuple(images))
         number = self._number()
         stream = RequestStream(request_id, ids.tolist(), sampling.n, lambda: self._abort(number))
         if sampling.prompt_logprobs is not None:
@@ -281,7 +285,7 @@ class RemoteEngine:
         self._numbers[request_id] = number
         self._idle.clear()
         stream.on_finished(lambda: self._forget(number, request_id))
-        self._send(Submit(number, request_id, ids, sampling, priority, cache_salt, adapter, tuple(images)))
+        self._send(Submit(number, submission))
         return stream
 
     def _number(self) -> int:

@@ -23,7 +23,7 @@ from aengine.config import AengineConfig
 from aengine.engine.facts import ModelInfo
 from aengine.errors import AengineError
 from aengine.metrics import Counts
-from aengine.types import Grammar, Int32s, MediaInput, SamplingParams, StepOutputs
+from aengine.types import Grammar, MediaInput, StepOutputs, Submission
 
 HIGH_BYTES = 1 << 20  # about 150 steps of 512 rows: behind them the sender waits
 STUCK_S = 5.0
@@ -59,16 +59,10 @@ class Up(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """`number`: the front-end's own, of this request. `images` are named by what `Answer` to "images" brought."""
+    """`number`: the front-end's own, of this request. Its images are named by what `Answer` to "images" brought."""
 
     number: int
-    request_id: str
-    prompt_ids: Int32s
-    sampling: SamplingParams
-    priority: int
-    cache_salt: str
-    adapter: str
-    images: tuple[MediaInput, ...] = ()
+    submission: Submission
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -97,9 +91,10 @@ class Counted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """`restarted`: others serve already, so it need not answer before it can serve."""
+    """`index`: which front-end it is. `restarted`: others serve already, so it need not answer before it can serve."""
 
     config: AengineConfig
+    index: int
     restarted: bool
 
 

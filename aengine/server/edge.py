@@ -48,16 +48,8 @@ _EXPOSED = "x-request-id, x-aengine-ignored, x-aengine-phase, retry-after"
 async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The one middleware."""
     connection = request.protocol
-    if not isinstance(connection, Connection):  # a test's own server
-        return await _pass(request, handler)
-    connection.gate.begin(connection)
-    try:
-        return await _pass(request, handler)
-    finally:
-        connection.gate.end(connection)
-
-
-async def _pass(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if isinstance(connection, Connection):  # not a test's own server
+        connection.gate.begin(connection)
     context = request.app[CONTEXT]
     request[REQUEST_ID] = _request_id(request)
     if request.method == "OPTIONS":
@@ -80,6 +72,9 @@ async def _pass(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs before any answer's headers leave, streamed ones too."""
     response.headers["Server"] = "aengine"  # aiohttp would name itself and Python with their versions
+    if request.app[CONTEXT].draining:  # the client's next request goes to whoever takes this one's place
+        response.force_close()
+        response.headers["Connection"] = "close"
     id = request.get(REQUEST_ID)
     if id is not None:
         response.headers["x-request-id"] = id

@@ -13,9 +13,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-def configure_logging(level: str) -> None:
-    """aengine's own messages at `level`; other packages' only from warning up. To stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+def configure_logging(level: str, who: str = "") -> None:
+    """aengine's own messages at `level`; other packages' only from warning up. To stderr. `who`: what each message
+    begins with, where several processes write one log."""
+    form = f"%(asctime)s %(levelname)-7s {who}%(message)s"
+    logging.basicConfig(format=form, datefmt="%H:%M:%S", level=logging.WARNING)
     logging.getLogger("aengine").setLevel(level.upper())
 
 

@@ -52,11 +52,12 @@ async def run_server(
     Raises ConfigError when the address cannot be had, and what `engine.start` raised.
     """
     app = create_app(engine, config)
-    most = room_for_connections(config.max_connections)
-    gate = Gate(app[CONTEXT].counters, most=most, stall_s=config.stall_timeout_s)
+    room = room_for_connections(config.max_connections)
+    gate = Gate(app[CONTEXT].counters, room=room, stall_s=config.stall_timeout_s)
     runner = GatedRunner(app, gate, idle_s=config.idle_timeout_s, shutdown_timeout=LAST_WRITES_S)
     await runner.setup()
     sweep = asyncio.create_task(gate.sweep(), name="server.sweep")
+    told = stopping is not None  # who sets it says so
     stopping = stopping or asyncio.Event()
     drain_s = 0.0
     try:
@@ -68,6 +69,8 @@ async def run_server(
                 await _start_and_serve(engine, stopping)
                 drain_s = config.shutdown_timeout_s if engine.phase == "ready" else 0.0
             finally:
+                if drain_s and not told:
+                    log.info("draining: running requests may take %.0f s more", drain_s)
                 await _shut_down(engine, app[CONTEXT], runner, drain_s)
     finally:
         sweep.cancel()
@@ -80,18 +83,28 @@ async def _listen(runner: web.AppRunner, config: ServerConfig, sockets: Sequence
     try:
         for site in sites or [web.TCPSite(runner, config.host, config.port, backlog=BACKLOG)]:
             await site.start()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise cannot_listen(config, error) from error
     return url_of(*runner.addresses[0][:2])
 
 
-def cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
-    where = f"{config.host}:{config.port}"
-    if error.errno == errno.EADDRINUSE:
+def cannot_listen(config: ServerConfig, error: OSError | ValueError) -> ConfigError:
+    """`error`: of resolving the host (a ValueError when it cannot be a name), or of binding to its address."""
+    number = error.errno if isinstance(error, OSError) else None
+    param = "host"
+    if isinstance(error, socket.gaierror | ValueError):
+        why = "no address is known by that name"
+    elif number == errno.EADDRNOTAVAIL:
+        why = "this machine has no such address; 0.0.0.0 is all that it has"
+    elif number == errno.EADDRINUSE:
+        param = "port"
         why = "another program listens there; end it, or choose another port with --port (0: any free one)"
+    elif number == errno.EACCES:
+        param = "port"
+        why = "this user may not; ports below 1024 mostly need privileges"
     else:
-        why = error.strerror or str(error)
-    return ConfigError(f"cannot listen on {where}: {why}", param="port")
+        why = os.strerror(number) if number else str(error)
+    return ConfigError(f"cannot listen on {config.host}:{config.port}: {why}", param=param)
 
 
 def url_of(host: str, port: int) -> str:
@@ -125,8 +138,6 @@ async def _read_vocabulary(engine: Engine) -> None:
 
 async def _shut_down(engine: Engine, context: ServerContext, runner: web.AppRunner, drain_s: float) -> None:
     context.draining = True
-    if drain_s:
-        log.info("draining: running requests may take %.0f s more; a second signal ends at once", drain_s)
     await engine.close(drain_s=drain_s)
     await runner.cleanup()
 

@@ -19,7 +19,7 @@ from aengine.types.outputs import (
     StepOutputs,
     TokenLogprob,
 )
-from aengine.types.requests import NO_END, MediaInput, Request, RequestMedia
+from aengine.types.requests import NO_END, MediaInput, Request, RequestMedia, Submission
 from aengine.types.sampling import BAD_WORD_CHARS_MAX, BAD_WORDS_MAX, FinishReason, Grammar, SamplingParams, TokenRules
 from aengine.types.steps import (
     NO_CHOICES,
@@ -68,6 +68,7 @@ __all__ = [
     "StepOutputs",
     "StepPlan",
     "StepResult",
+    "Submission",
     "TableDelta",
     "TokenLogprob",
     "TokenRules",

@@ -1,8 +1,8 @@
 """What is to be generated.
 
-Owns: Request and its images.
+Owns: Submission (a prompt that asks to come in), Request (a sequence that may), their images.
 Does not know: sampling, queues, text.
-Invariants: frozen; everything is resolved: ids, seed, limits.
+Invariants: frozen; in a Request everything is resolved: ids, seed, limits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,19 @@ class MediaInput(msgspec.Struct, frozen=True):
     @property
     def n_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """A prompt with all that came with it; nothing but the form of `prompt_ids` has been checked. `images`: one for
+    each placeholder, in their order. `priority`: smaller runs earlier."""
+
+    request_id: str
+    prompt_ids: Int32s
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    adapter: str = ""
+    images: tuple[MediaInput, ...] = ()
 
 
 class RequestMedia(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from aengine import AsyncEngine, EngineConfig, SchedulerConfig
 from aengine.config import ServerConfig
 from aengine.runner.sim import SimExecutor, sim_token
 from aengine.server import create_app
-from aengine.server.connections import Gate, GatedRunner
+from aengine.server.connections import Gate, GatedRunner, Room
 from aengine.server.context import CONTEXT
 from aengine.types import StepPlan
 from tests.engine.conftest import VOCAB, ByteStream, ByteTokenizer, Sim
@@ -120,7 +120,7 @@ class Chaos:
         engine = AsyncEngine(EngineConfig(scheduler=SchedulerConfig(max_num_seqs=16, max_batched_tokens=64)))
         await engine.start()
         app = create_app(engine, config)
-        gate = Gate(app[CONTEXT].counters, most=256, stall_s=60.0)
+        gate = Gate(app[CONTEXT].counters, room=Room(256, 32), stall_s=60.0)
         runner = GatedRunner(app, gate, idle_s=60.0, shutdown_timeout=0.1)
         await runner.setup()
         try:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -46,6 +47,18 @@ def test_a_command_reads_its_flags_without_torch_or_aiohttp(command):
     assert done.returncode == 0, done.stderr
     assert f"usage: aengine {command}" in done.stdout
     assert done.stdout.endswith("loaded:\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_the_server_listens_is_told(number, code):
+    program = (
+        "import os, sys, time; from aengine.cli import main as cli;"
+        "cli.import_module = lambda _: (os.kill(os.getpid(), int(sys.argv[1])), time.sleep(30));"
+        "cli.main(['serve'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(int(number))], capture_output=True, text=True, timeout=20)
+    assert done.returncode == code
+    assert done.stderr == f"aengine serve: ended by {number.name} before it listened\n"
 
 
 @pytest.mark.parametrize("model", ["no-such.gguf", "/no/such/folder", "smollm2-136m"])

@@ -104,6 +104,20 @@ async def test_a_killed_front_end_costs_its_own_streams_and_is_restarted(server:
     assert "SIGKILL" in lines[0]
 
 
+async def test_a_stopped_front_end_goes_on_and_nobody_loses_a_token(server: Server) -> None:
+    running = [asyncio.create_task(stream(server.url, i, 40)) for i in range(8)]
+    await asyncio.sleep(0.2)
+    pids = children(server)
+    os.kill(pids[0], signal.SIGSTOP)
+    late = [asyncio.create_task(stream(server.url, i, 5)) for i in range(8)]  # some come to the stopped one
+    async with asyncio.timeout(10):
+        assert [len(ids or ()) for ids in await asyncio.gather(*running, *late)] == [40] * 8 + [5] * 8
+    assert children(server) == pids
+    metrics = await asyncio.to_thread(server.get, "/metrics")
+    assert re.search(r'^aengine:faults_total{kind="frontend_stopped"\S* 1\.0$', metrics, re.M)
+    assert sum("was stopped by a signal" in line for line in server.output) == 1
+
+
 def test_any_front_end_tells_the_counters_of_all(server: Server) -> None:
     seen = {server.metric("vllm:generation_tokens_total") for _ in range(8)}  # a connection each
     assert len(seen) == 1
@@ -144,6 +158,7 @@ async def test_front_ends_are_gone_when_the_engine_process_is(end: signal.Signal
         if end is signal.SIGTERM:
             running.process.send_signal(end)
             await until(lambda: any("draining" in line for line in running.output))
+            assert sum("draining" in line for line in running.output) == 1
         running.process.send_signal(end)
         await asyncio.to_thread(running.process.wait, 120)
         if end is signal.SIGKILL:  # the system kills them: at once, but not before

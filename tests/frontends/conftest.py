@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aengine import AsyncEngine, EngineConfig, SchedulerConfig
-from aengine.frontends.hub import Hub
+from aengine.frontends.hub import Hub, Lost
 from aengine.frontends.remote import RemoteEngine
 from aengine.frontends.wire import Pipe, ToEngine, ToFrontend
 from tests.engine.conftest import Sim, sim
@@ -26,7 +26,7 @@ class House:
     hub: Hub
     fronts: list[RemoteEngine] = field(default_factory=list)
     pipes: list[Pipe] = field(default_factory=list)  # the front-ends' ends
-    serving: list[asyncio.Task[int]] = field(default_factory=list)
+    serving: list[asyncio.Task[Lost]] = field(default_factory=list)
 
     async def connect(self, index: int) -> socket.socket:
         """A new front-end's end of a pipe that the hub serves."""

@@ -25,7 +25,7 @@ from aengine.errors import (
 from aengine.frontends import parent, seat, wire
 from aengine.frontends.seat import Seat
 from aengine.frontends.wire import Fault, Submit, Up
-from aengine.types import Admitted, Grammar, HttpFigures, MediaInput, StepOutputs
+from aengine.types import Admitted, Grammar, HttpFigures, MediaInput, StepOutputs, Submission
 from tests.engine.conftest import VOCAB, Sim, engine
 from tests.engine.test_engine import oracle
 from tests.frontends.conftest import house
@@ -89,6 +89,10 @@ async def test_refusals_come_before_the_first_delta(sim: Sim) -> None:
             ([5] * 10, {"max_tokens": 200}, RequestTooLarge, "210 tokens"),
             ([5], {"n": 3}, InvalidRequest, "waiting room holds 2"),
             ([5, VOCAB], {}, InvalidRequest, f"token id {VOCAB}"),
+            ([5, -1], {}, InvalidRequest, "token id -1"),
+            ([5, 2**32], {}, InvalidRequest, "no integer of 32 bits"),
+            ([5, 2**70], {}, InvalidRequest, "not one list of integers"),
+            ([5, 1.5], {}, InvalidRequest, "not one list of integers"),  # type: ignore[list-item]
         ]
         for i, (prompt, fields, kind, text) in enumerate(cases):
             with pytest.raises(kind, match=text):
@@ -138,8 +142,12 @@ async def test_a_lost_front_end_costs_only_its_own_requests(sim: Sim) -> None:
         gone = [lost.submit([i], long, request_id=f"gone{i}") for i in range(3)]
         for stream in (kept, *gone):
             await anext(stream)
+        lost.bind_http(lambda: HttpFigures({}, 5, 4))
+        await other.metrics_text()
         home.pipes[0].cut()
-        assert await home.serving[0] == 3
+        left = await home.serving[0]
+        assert left == (3, 5, 4)
+        assert str(left).startswith("3 sequences aborted, 5 connections lost, 4 of them")
         no_rows = StepOutputs(0, admitted=[Admitted(10**9, 0)])
         await home.host._running.core.outputs.put(no_rows)  # type: ignore[union-attr]
         for stream in gone:
@@ -164,14 +172,14 @@ async def test_who_takes_nothing_is_cut_off_and_others_go_on(sim: Sim, monkeypat
         end = await home.connect(1)
         for message in (
             Up(),
-            *(Submit(i, f"x{i}", np.array([i], np.int32), LONG, 0, "", "") for i in range(8)),
+            *(Submit(i, Submission(f"x{i}", np.array([i], np.int32), LONG)) for i in range(8)),
         ):
             data = wire.encode(message)
             end.sendall(len(data).to_bytes(8, "little") + data)
         alone = home.fronts[0].submit([9, 9], GREEDY, request_id="alone")
         assert list((await read(alone))[0][1]) == oracle([9, 9], 20, ignore_eos=True)
         async with asyncio.timeout(60):
-            assert await home.serving[1] > 0
+            assert (await home.serving[1]).sequences > 0
         end.close()
 
 
@@ -199,7 +207,7 @@ async def test_who_talks_nonsense_is_cut_off_and_others_go_on(sim: Sim) -> None:
     async with house(sim) as home:
         end = await home.connect(1)
         end.sendall((3).to_bytes(8, "little") + b"\xc1\xc1\xc1")
-        assert await home.serving[1] == 0
+        assert (await home.serving[1]).sequences == 0
         assert list((await read(home.fronts[0].submit([9], GREEDY, request_id="a")))[0][1]) == oracle(
             [9], 20, ignore_eos=True
         )
@@ -277,14 +285,21 @@ async def test_socket_figures_are_sums_and_outlive_who_leaves_in_order(sim: Sim)
         assert told(await home.fronts[1].metrics_text()) == after
 
 
-def test_limits_of_the_server_are_shared() -> None:
-    whole = AengineConfig(server=ServerConfig(max_connections=11, max_upload_bytes=2**26, max_body_bytes=2**24))
-    shares = [parent.share(whole, index, 3).server for index in range(3)]
-    assert [server.max_connections for server in shares] == [4, 4, 3]
-    assert {server.max_upload_bytes for server in shares} == {2**26 // 3}
-    assert parent.share(whole, 63, 64).server.max_connections == 1
-    assert parent.share(whole, 0, 64).server.max_upload_bytes == 2**24
-    assert parent.share(whole, 2, 3).engine == whole.engine
+def test_the_memory_for_bodies_is_shared() -> None:
+    whole = AengineConfig(server=ServerConfig(max_upload_bytes=2**26, max_body_bytes=2**24))
+    assert parent.share(whole, 3).server.max_upload_bytes == 2**26 // 3
+    assert parent.share(whole, 64).server.max_upload_bytes == 2**24
+    assert parent.share(whole, 3).engine == whole.engine
+
+
+def test_each_front_end_takes_the_connections_that_chance_brings_it() -> None:
+    draw = np.random.default_rng(1)
+    for most, count in ((64, 2), (1000, 4), (16384, 4)):
+        room = parent.share(AengineConfig(server=ServerConfig(max_connections=most)), count).server.max_connections
+        fullest = draw.multinomial(most, [1 / count] * count, size=2000).max(axis=1)
+        assert (fullest > room).mean() < 0.01
+        assert room * count <= most + 3 * (most * count) ** 0.5 + count
+    assert parent.share(AengineConfig(server=ServerConfig(max_connections=1)), 64).server.max_connections == 1
 
 
 async def test_kept_images_are_bounded_and_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import socket
+import struct
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,7 +17,7 @@ from server_fakes import FakeEngine, FakeModel
 
 from aengine.config import ServerConfig
 from aengine.server import create_app
-from aengine.server.connections import Backlog, Gate, GatedRunner, room_for_connections
+from aengine.server.connections import REFUSALS, Backlog, Gate, GatedRunner, Room, room_for_connections
 from aengine.server.context import CONTEXT
 from aengine.server.counters import Counters
 from tests.waiting import DEADLINE_S, until
@@ -25,11 +26,11 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 
 @asynccontextmanager
-async def gated(engine=None, most=8, **settings):
+async def gated(engine=None, most=8, patience=32, **settings):
     """(port, counters, gate) of a server in this loop."""
     config = ServerConfig(port=0, **settings)
     app = create_app(engine or FakeEngine(), config)
-    gate = Gate(app[CONTEXT].counters, most=most, stall_s=config.stall_timeout_s)
+    gate = Gate(app[CONTEXT].counters, room=Room(most, patience), stall_s=config.stall_timeout_s)
     runner = GatedRunner(app, gate, idle_s=config.idle_timeout_s, shutdown_timeout=0.1)
     await runner.setup()
     try:
@@ -58,7 +59,12 @@ def post(**fields):
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-async def test_silent_connections_make_room_and_busy_ones_stay(caplog):
+@pytest.fixture
+def no_grace(monkeypatch):
+    monkeypatch.setattr("aengine.server.connections.GRACE_S", 0.0)
+
+
+async def test_silent_connections_make_room_and_busy_ones_stay(caplog, no_grace):
     engine = FakeEngine(hold_after=3)
     async with gated(engine, most=4) as (port, counters, _):
         busy, kept = await send(port, post(stream=True))
@@ -74,6 +80,47 @@ async def test_silent_connections_make_room_and_busy_ones_stay(caplog):
         assert not engine.aborted
         kept.close()
     assert sum("longest idle" in record.message for record in caplog.records) == 1
+
+
+async def test_a_burst_beyond_the_limit_gets_answers_and_no_resets():
+    async with gated(FakeEngine(reply=["x"], step_s=0.1), most=8, patience=64) as (port, counters, _):
+        clients = await asyncio.gather(*(send(port, b"") for _ in range(40)))
+        for _, writer in clients:
+            writer.write(post())
+        statuses = [(await answer(reader))[0] for reader, _ in clients]
+        assert sorted(set(statuses)) == [200, 503]
+        assert statuses.count(200) == 8
+        assert counters.events["refused"] == statuses.count(503)
+        assert counters.events["evicted"] == 0
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_who_is_asking_is_no_victim(monkeypatch):
+    monkeypatch.setattr("aengine.server.connections.GRACE_S", 0.2)
+    async with gated(most=2) as (port, counters, gate):
+        answered, writer = await send(port, post())
+        assert (await answer(answered))[0] == 200
+        asking = socket.create_connection(("127.0.0.1", port))
+        while gate.open < 2:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.25)  # both have been silent for long
+        asking.sendall(b"GET /hea")  # not read by the server yet
+        assert gate.admit()  # the other one leaves
+        assert await asyncio.wait_for(answered.read(), 2) == b""
+        _, kept = await send(port, b"")
+        while gate.open < 2:
+            await asyncio.sleep(0.005)
+        assert not gate.admit()  # one begins to ask, one has just come
+        await asyncio.sleep(0.15)
+        asking.sendall(b"lth HTTP/1.1\r\n")  # a head that trickles gains no time
+        await asyncio.sleep(0.1)
+        assert gate.admit()
+        asking.setblocking(False)
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(asking, 1), 2) == b""
+        assert (counters.events["evicted"], counters.events["refused"]) == (2, 1)
+        for each in (writer, asking, kept):
+            each.close()
 
 
 async def test_when_all_are_busy_new_ones_are_refused_at_once():
@@ -92,7 +139,7 @@ async def test_when_all_are_busy_new_ones_are_refused_at_once():
         assert (await answer(reader))[0] == 200
 
 
-async def test_a_refused_client_gets_the_answer_to_a_request_it_sends_late_and_in_parts(monkeypatch):
+async def test_a_refused_client_gets_the_answer_to_a_request_it_sends_late_and_in_parts(monkeypatch, no_grace):
     monkeypatch.setattr("aengine.server.connections.REFUSE_S", 0.3)
     async with gated(FakeEngine(hold_after=3), most=1) as (port, _, gate):
         held, busy = await send(port, post(stream=True))
@@ -112,9 +159,8 @@ async def test_a_refused_client_gets_the_answer_to_a_request_it_sends_late_and_i
             each.close()
 
 
-async def test_patience_with_those_who_are_refused_has_an_end(monkeypatch):
-    monkeypatch.setattr("aengine.server.connections.REFUSALS", 2)
-    async with gated(FakeEngine(hold_after=3), most=1) as (port, counters, _):
+async def test_patience_with_those_who_are_refused_has_an_end():
+    async with gated(FakeEngine(hold_after=3), most=1, patience=2) as (port, counters, _):
         held = [await send(port, post(stream=True))]
         await held[0][0].readuntil(b"data: ")
         held += [await send(port, b"") for _ in range(3)]
@@ -164,7 +210,7 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_request_aborted():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", port))
         await until(lambda: gate.open)
-        for connection in gate._idle:
+        for connection in gate._fresh:
             connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sock.sendall(post(stream=True, max_tokens=2**23))
         await until(lambda: sum(c.transport.get_write_buffer_size() for c in gate._busy) > 0)
@@ -176,6 +222,28 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_request_aborted():
         await until(lambda: engine.aborted)
         assert len(engine.aborted) == 1
         await until(lambda: counters.connections == 0)
+        sock.close()
+
+
+async def test_an_answer_that_nobody_reads_keeps_its_connection_busy_and_is_cut():
+    async with gated(FakeEngine(reply=["x" * 2**14] * 600, model=FakeModel(max_model_len=2**24))) as (
+        port,
+        counters,
+        gate,
+    ):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", port))
+        sock.sendall(post(max_tokens=2**23).replace(b"Host", b"Connection: close\r\nHost"))
+        while not (gate._busy and next(iter(gate._busy)).unwritten_bytes()):
+            await asyncio.sleep(0.01)
+        assert gate.open == 1
+        gate.cut_stalled(0.0)
+        gate.cut_stalled(119.0)
+        assert (counters.events["stalled"], counters.busy) == (0, 1)
+        gate.cut_stalled(121.0)
+        await asyncio.sleep(0.01)
+        assert (counters.events["stalled"], counters.connections) == (1, 0)
         sock.close()
 
 
@@ -208,6 +276,21 @@ async def test_what_is_no_request_gets_one_small_answer_and_no_line(data, caplog
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 
 
+async def test_who_leaves_before_it_may_send_its_body_writes_no_line(caplog):
+    async with gated(most=64) as (port, counters, _):
+        for _ in range(20):
+            sock = socket.create_connection(("127.0.0.1", port))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n")
+            sock.close()
+        reader, writer = await send(port, HEAD + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        assert (await answer(reader))[0] == 400
+        assert counters.connections == 1
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+
+
 async def test_a_compressed_bomb_ends_at_the_limit():
     bomb = gzip.compress(b" " * (64 * 2**20))
     async with gated(max_body_bytes=2**20) as (port, counters, _):
@@ -230,14 +313,16 @@ def test_the_gate_asks_the_system_first(monkeypatch):
     monkeypatch.setattr(
         "aengine.server.connections.resource.setrlimit", lambda _, pair: limits.update(now=pair), raising=True
     )
-    assert room_for_connections(2000) == 2000
-    assert limits["now"] == (2064, 4096)
-    assert room_for_connections(16384) == 4096 - 64
+    assert room_for_connections(2000) == (2000, REFUSALS)
+    assert limits["now"] == (2000 + REFUSALS + 64, 4096)
+    assert room_for_connections(16384) == (4096 - 64 - REFUSALS, REFUSALS)
     assert limits["now"] == (4096, 4096)
+    limits["now"] = (256, 256)
+    assert room_for_connections(16384) == (256 - 64 - 16, 16)
 
 
 def test_events_are_told_once_a_minute(caplog):
-    gate = Gate(Counters(), most=1, stall_s=1.0)
+    gate = Gate(Counters(), room=Room(1, 1), stall_s=1.0)
     for _ in range(5):
         gate.note("refused", "full")
     assert gate.counters.events["refused"] == 5
@@ -247,6 +332,7 @@ def test_events_are_told_once_a_minute(caplog):
 @pytest.mark.parametrize(
     "tested",
     [
+        test_a_burst_beyond_the_limit_gets_answers_and_no_resets,
         test_when_all_are_busy_new_ones_are_refused_at_once,
         test_a_client_that_takes_nothing_is_cut_and_its_request_aborted,
     ],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import signal
+import socket
 import sys
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -15,7 +17,9 @@ from server_fakes import FakeEngine
 
 from aengine.config import ServerConfig
 from aengine.errors import ConfigError, ModelLoadError
+from aengine.frontends.parent import listening_sockets
 from aengine.server import run_server
+from aengine.server.run import cannot_listen
 from tests.waiting import DEADLINE_S
 
 HERE = Path(__file__).parent
@@ -96,6 +100,7 @@ async def test_drains_running_streams_and_refuses_new_ones(number, tmp_path):
         assert refused.status == 503
         assert "draining" in (await refused.json())["error"]["message"]
         assert refused.headers["Retry-After"]
+        assert refused.headers["Connection"] == "close"
         assert (await session.get("/health")).status == 503
         held.unlink()
         text = await running.text()
@@ -159,3 +164,39 @@ async def test_taken_port_is_said_before_loading():
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             await run_server(engine, ServerConfig(port=port))
         assert engine.phase == "created"
+
+
+async def on_one(config):
+    await run_server(FakeEngine(phase="created"), config)
+
+
+async def on_shared(config):
+    with ExitStack() as closing:
+        listening_sockets(config, closing)
+
+
+@pytest.mark.parametrize("listen", [on_one, on_shared])
+async def test_an_address_that_cannot_be_had_is_one_clear_error(listen):
+    """192.0.2.1 is nobody's, and a name with an empty part can be nobody's."""
+    for host, why in (("192.0.2.1", "no such address"), ("a..b", "no address is known")):
+        with pytest.raises(ConfigError, match=why) as raised:
+            await listen(ServerConfig(host=host, port=8123))
+        assert raised.value.message.startswith(f"cannot listen on {host}:8123: ")
+        assert raised.value.param == "host"
+        assert "asyncio" not in raised.value.message
+        assert "error while" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("error", "param", "why"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "host", "no address is known by that name"),
+        (PermissionError(errno.EACCES, "error while attempting to bind"), "port", "this user may not"),
+        (OSError(errno.EADDRINUSE, "error while attempting to bind"), "port", "another program listens there"),
+        (OSError(errno.ENETDOWN, "error while attempting to bind"), "host", "Network is down"),
+    ],
+)
+def test_faults_of_listening_name_what_to_change(error, param, why):
+    told = cannot_listen(ServerConfig(host="h", port=80), error)
+    assert told.message.startswith(f"cannot listen on h:80: {why}")
+    assert told.param == param
