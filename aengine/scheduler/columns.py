@@ -5,13 +5,14 @@ Does not know: queues, leases, policies.
 Invariants: for every running slot, computed <= scheduled <= expected, where `known` counts token ids on the host
 (prompt and output), `expected` also sampled tokens still in flight, `scheduled` positions launched and `computed`
 positions of retired steps. A free slot has handle -1 and nothing expected. While `even` is positive every running row
-is ready to decode: nobody has come, gone or been paused since that was found out.
+is ready to decode: nobody has come, gone or been paused since that was found out. `steady` is set only then.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from aengine.scheduler.steady import SteadyRows
 from aengine.types import Int32s, Int64s, Request, StepPlan
 
 STOP_COLUMNS = 4  # stop ids compared in NumPy; a request with more is checked in Python
@@ -22,11 +23,13 @@ class Columns:
 
     def __init__(self, slots: int, max_tokens: int) -> None:
         self.tokens = np.zeros((slots, max_tokens), np.int32)
-        self._flat = self.tokens.reshape(-1)  # the same memory: one index is cheaper than two
-        self._base = np.arange(slots, dtype=np.int64) * max_tokens
+        self.flat = self.tokens.reshape(-1)  # the same memory: one index is cheaper than two
+        self.base = np.arange(slots, dtype=np.int64) * max_tokens
         self.handle = np.full(slots, -1, np.int64)
         self.ones = np.ones(slots, np.int32)  # counts and samples of decode rows
-        self.ones.flags.writeable = False
+        self.all, self.none = np.ones(slots, np.bool_), np.zeros(slots, np.bool_)  # what they find in the relay
+        for column in (self.ones, self.all, self.none):
+            column.flags.writeable = False
         self.known = np.zeros(slots, np.int32)
         self.scheduled = np.zeros(slots, np.int32)
         self.computed = np.zeros(slots, np.int32)
@@ -43,14 +46,17 @@ class Columns:
         self.structured = np.zeros(slots, np.bool_)  # a grammar rules the output
         self.settled = np.zeros(slots, np.int64)  # the last step whose sample was known before it was made
         self.running = 0
+        self.active = np.zeros(slots, np.int32)  # 1 where somebody runs
         self.even = 0  # in so many steps to come all running rows can decode; 0: it is not known
+        self.steady: SteadyRows | None = None
         self.drafting = np.zeros(slots, np.bool_)  # a draft row is in flight: its length is unknown until it retires
 
     def occupy(self, slot: int, request: Request, ids: Int32s, cached: int, *, structured: bool = False) -> None:
         """Give `slot` to a request whose first `cached` positions already have KV."""
         stops = request.rules.stop_ids
         self.running += 1
-        self.even = 0
+        self.active[slot] = 1
+        self.disturb()
         self.handle[slot] = request.handle
         self.known[slot] = self.expected[slot] = len(ids)
         self.scheduled[slot] = self.computed[slot] = cached
@@ -65,39 +71,63 @@ class Columns:
 
     def vacate(self, slot: int) -> None:
         self.running -= 1
-        self.even = 0
+        self.active[slot] = 0
+        self.disturb()
         self.handle[slot] = -1
         self.structured[slot] = False
         self.known[slot] = self.expected[slot] = self.scheduled[slot] = 0  # nothing to do, so never planned
 
     def pause(self, slot: int, *, mute: bool = False) -> None:
         """No more steps for the row; `mute`: nor anything that is in flight for it."""
-        self.even = 0
+        self.disturb()
         self.paused[slot] = True
         if mute:
             self.mute[slot] = True
 
+    def disturb(self) -> None:
+        """It is no longer known that all running rows can decode."""
+        self.even = 0
+        self.steady = None
+
     def launched(self, plan: StepPlan) -> None:
-        slots = plan.slots
+        steady, slots = self.steady, plan.slots
+        if steady is not None and steady.step == plan.step:
+            self._launched_steady(steady)
+            return
         self.last_step[slots] = plan.step
         if plan.decodes == len(slots):
             self.even = max(self.even - 1, 0) if len(slots) == self.running else 0
             scheduled = plan.starts + 1
             self.scheduled[slots] = scheduled
             self.expected[slots] = scheduled + 1
+            self.steady = SteadyRows(self, plan) if self.even and not len(plan.deferred) else None
             return
-        self.even = 0
+        self.disturb()
         self.scheduled[slots] = plan.starts + plan.counts
         self.expected[slots] += plan.samples > 0
         self.drafting[slots] = plan.samples > 1
 
+    def _launched_steady(self, steady: SteadyRows) -> None:
+        steady.launched = steady.step
+        steady.step += 1
+        self.last_step.fill(steady.launched)
+        np.add(self.scheduled, self.active, self.scheduled)
+        np.add(self.expected, self.active, self.expected)
+        self.even -= 1
+        if not self.even:
+            self.steady = None
+
+    @property
+    def stop_columns(self) -> list[Int32s]:
+        return self._stop_ids[: self._stops_used]
+
     def append(self, slots: Int64s, at: Int32s, tokens: Int32s) -> Int64s:
         """One token more for each of `slots`, which know at[i]; returns indices of those that may end with it."""
-        self._flat[self._base[slots] + at] = tokens
+        self.flat[self.base[slots] + at] = tokens
         known = at + 1
         self.known[slots] = known
         stopped = known >= self.check_at[slots]
-        for column in self._stop_ids[: self._stops_used]:
+        for column in self.stop_columns:
             stopped |= column[slots] == tokens
         ends: Int64s = stopped.nonzero()[0]
         return ends

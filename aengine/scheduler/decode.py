@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aengine.scheduler.pages import grow, try_grow
+from aengine.scheduler.pages import grow, grow_together, try_grow
 from aengine.scheduler.plan_builder import PlanBuilder
 from aengine.scheduler.recurrent import draft_room
-from aengine.types import Bools, Int32s, Int64s, TableDelta
+from aengine.types import Bools, Int64s
 
 if TYPE_CHECKING:
     from aengine.scheduler.scheduler import Scheduler
@@ -31,7 +31,7 @@ def plan_decodes(scheduler: Scheduler, build: PlanBuilder) -> None:
         slots = _plan_drafts(scheduler, slots, build)
     starts = c.scheduled[slots]
     crossing = (starts >= c.capacity[slots]).nonzero()[0]
-    if len(crossing) and not _grow_all(scheduler, slots[crossing], starts[crossing]):
+    if len(crossing) and not grow_together(scheduler, slots[crossing], starts[crossing]):
         lacking = [slot for slot in slots[crossing].tolist() if not _grow_decode(scheduler, slot, build)]
         if lacking:
             slots = slots[~np.isin(slots, lacking)]
@@ -72,22 +72,6 @@ def _decode_room(scheduler: Scheduler, ready: Bools, unfed: Bools, budget: int) 
     if not waits and not unfed[:youngest].any():
         return budget
     return budget - max(1, min(scheduler.page_tokens, budget // 2))
-
-
-def _grow_all(scheduler: Scheduler, slots: Int64s, starts: Int32s) -> bool:
-    """Pages for all rows that cross a page at once; False when that is not the way, or pages are short."""
-    if not scheduler.cache.grows_rows:
-        return False
-    leases = scheduler.leases(slots)
-    parts = scheduler.cache.grow_rows(leases, starts.tolist())
-    if parts is None:
-        return False
-    for group, rows, columns, pages in parts:
-        crossing = slots if len(rows) == len(slots) else slots[rows]
-        delta = TableDelta(group, crossing, np.array(columns, np.int64), np.array(pages, np.int32))
-        scheduler.tables.append(delta)
-    scheduler.columns.capacity[slots] = [lease.capacity_tokens for lease in leases]
-    return True
 
 
 def _grow_decode(scheduler: Scheduler, slot: int, build: PlanBuilder) -> bool:

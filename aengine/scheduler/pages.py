@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from operator import add
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aengine.prefix_cache import Grown, TablePart
-from aengine.types import PageMove, TableDelta
+from aengine.types import Int32s, Int64s, PageMove, TableDelta
 
 if TYPE_CHECKING:
     from aengine.scheduler.plan_builder import PlanBuilder
@@ -47,6 +49,23 @@ def try_grow(scheduler: Scheduler, sequence: Sequence, upto: int, step: int, dra
     scheduler.media.grown(slot, grown)
     c.capacity[slot] = sequence.lease.capacity_tokens
     return grown
+
+
+def grow_together(scheduler: Scheduler, slots: Int64s, starts: Int32s) -> bool:
+    """A page for each of `slots`, which has none for position starts[i]; False when that is not the way, or pages are
+    short."""
+    if not scheduler.cache.grows_rows:
+        return False
+    leases = scheduler.leases(slots)
+    parts = scheduler.cache.grow_rows(leases, starts.tolist())
+    if parts is None:
+        return False
+    for group, rows, columns, pages in parts:
+        crossing = slots if len(rows) == len(slots) else slots[rows]
+        delta = TableDelta(group, crossing, np.array(columns, np.int64), np.array(pages, np.int32))
+        scheduler.tables.append(delta)
+    scheduler.columns.capacity[slots] = [lease.capacity_tokens for lease in leases]
+    return True
 
 
 def tell(scheduler: Scheduler, slot: int, parts: Iterable[TablePart]) -> None:

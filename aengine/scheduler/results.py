@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from aengine.scheduler.steady import SteadyRows
 from aengine.scheduler.structured import Ending, advance
 from aengine.types import (
     NO_HANDLES,
@@ -85,6 +86,12 @@ def _joined(parts: list[_Column], nothing: _Column) -> _Column:
 
 def commit_rows(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
     c = scheduler.columns
+    steady = c.steady
+    if steady is not None and plan.step >= steady.since and not result.failed:
+        ended = _commit_steady(scheduler, steady, plan, result)
+        for sequence, reason, stop_id, error in ended:
+            scheduler.finish(sequence, reason, stop_id=stop_id, error=error)
+        return
     live = live_rows(scheduler, plan)
     alive = int(np.count_nonzero(live))
     plain = not result.failed and not np.count_nonzero(c.mute) and not _settled(scheduler, plan)
@@ -107,7 +114,21 @@ def _commit_decodes(scheduler: Scheduler, plan: StepPlan, result: StepResult) ->
     computed = plan.starts + 1
     c.computed[slots] = computed
     ended = _append_tokens(scheduler, slots, computed, plan.handles, result.tokens[:, 0], result.logprobs)
-    _publish(scheduler, slots, computed)
+    _publish_due(scheduler, slots, computed)
+    return ended
+
+
+def _commit_steady(scheduler: Scheduler, steady: SteadyRows, plan: StepPlan, result: StepResult) -> list[Ending]:
+    """The same for rows that go on from step to step."""
+    tokens = result.tokens[:, 0]
+    _hear(scheduler, plan.handles, tokens, result.logprobs)
+    ended: list[Ending] = []
+    for i in steady.append(plan, tokens).tolist():
+        ended += _ending(scheduler, int(plan.slots[i]), int(tokens[i]))
+    due = steady.due(plan)
+    if len(due):
+        _publish(scheduler, plan.slots[due], plan.starts[due] + 1)
+        steady.told(due)
     return ended
 
 
@@ -136,7 +157,7 @@ def _commit_some(scheduler: Scheduler, plan: StepPlan, result: StepResult, live:
     if not plain.all():
         for row in rows[~plain].tolist():
             ended += _accept_drafts(scheduler, plan, row, result)
-    _publish(scheduler, slots, c.computed[slots])
+    _publish_due(scheduler, slots, c.computed[slots])
     return ended
 
 
@@ -155,16 +176,20 @@ def _append_tokens(
     logprobs: Mapping[int, Logprobs],
 ) -> list[Ending]:
     """One new token for each of `slots`, which know known[i] of them; `logprobs` by index into these."""
-    out = scheduler.outputs
-    first = out.sampled(handles, tokens)
-    for i, values in logprobs.items():
-        out.logprobs[first + i] = values
+    _hear(scheduler, handles, tokens, logprobs)
     ended: list[Ending] = []
     for i in scheduler.columns.append(slots, known, tokens).tolist():
         ended += _ending(scheduler, int(slots[i]), int(tokens[i]))
     if np.count_nonzero(scheduler.columns.structured):
         ended = _with_grammars(ended, advance(scheduler, slots, tokens))
     return ended
+
+
+def _hear(scheduler: Scheduler, handles: Int64s, tokens: Int32s, logprobs: Mapping[int, Logprobs]) -> None:
+    out = scheduler.outputs
+    first = out.sampled(handles, tokens)
+    for i, values in logprobs.items():
+        out.logprobs[first + i] = values
 
 
 def _with_grammars(ended: list[Ending], by_grammar: list[Ending]) -> list[Ending]:
@@ -237,16 +262,17 @@ def _take_prompt_logprobs(scheduler: Scheduler, plan: StepPlan, result: StepResu
         scheduler.outputs.prompt_logprobs.append((sequence.request.handle, fresh))
 
 
-def _publish(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
+def _publish_due(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
     """Tell the cache of the rows that it wants to hear of: some of those that crossed a page border."""
-    c = scheduler.columns
-    due = (computed >= c.commit_at[slots]).nonzero()[0]
-    if not len(due):
-        return
-    cache, at = scheduler.cache, []
-    slots = slots[due]
+    due = (computed >= scheduler.columns.commit_at[slots]).nonzero()[0]
+    if len(due):
+        _publish(scheduler, slots[due], computed[due])
+
+
+def _publish(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
+    c, cache, at = scheduler.columns, scheduler.cache, []
     known, last = c.known[slots].tolist(), c.last_step[slots].tolist()
-    for lease, done, ids, last_step in zip(scheduler.leases(slots), computed[due].tolist(), known, last, strict=True):
+    for lease, done, ids, last_step in zip(scheduler.leases(slots), computed.tolist(), known, last, strict=True):
         cache.commit(lease, done, ids, last_step)
         at.append(cache.next_commit(lease, done))
     c.commit_at[slots] = at

@@ -29,6 +29,7 @@ from aengine.scheduler.prefill import plan_prefills
 from aengine.scheduler.recurrent import has_state
 from aengine.scheduler.results import OutputBuilder, commit_rows
 from aengine.scheduler.sequence import Sequence, WaitingRoom
+from aengine.scheduler.steady import SteadyRows, steady_step
 from aengine.scheduler.structured import broken_rows, decide_rows
 from aengine.types import (
     FinishReason,
@@ -129,6 +130,8 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
+        if (rows := steady_step(self)) is not None:
+            return self._built(rows)
         build = self._begin()
         plan_decodes(self, build)
         plan_prefills(self, build)
@@ -136,16 +139,19 @@ class Scheduler:
 
     def again(self) -> StepPlan | None:
         """One step more of rows that decode, behind a step in flight, without prompts; None when no row can go on."""
+        if (rows := steady_step(self)) is not None:
+            return self._built(rows)
         build = self._begin()
         plan_decodes(self, build)
         return self._built(build)
 
     def _begin(self) -> PlanBuilder:
         self._settle()
+        self.columns.steady = None  # whoever looks may change what it holds
         self.lacking, self.large_lacking = False, 0
         return PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
 
-    def _built(self, build: PlanBuilder) -> StepPlan | None:
+    def _built(self, build: PlanBuilder | SteadyRows) -> StepPlan | None:
         moves = self._compact(build.step)
         self._zero.extend(self.cache.pool.drain_retyped())
         plan = build.build(self.tables, self.setups, self._zero, self.media.pending, moves)

@@ -95,7 +95,7 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     tokens = np.array(forced, np.int32)
     c.tokens[slot, known : known + len(tokens)] = tokens
     c.known[slot] = c.expected[slot] = known + len(tokens)
-    c.even = 0  # the row may have more than one token to compute now
+    c.disturb()  # the row may have more than one token to compute now
     c.settled[slot] = step
     scheduler.outputs.sampled(np.full(len(tokens), c.handle[slot]), tokens)
     scheduler.drafted_tokens += len(tokens)

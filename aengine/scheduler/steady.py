@@ -1,0 +1,129 @@
+"""Steady decode: the same rows, one token each, step after step.
+
+Owns: what such steps have in common, so that planning and accounting one costs few operations, none of them per row.
+Does not know: prompts, drafts, grammars, failures; the search for rows, which finds out that a step is the same again.
+Invariants: there is a `SteadyRows` only while every running row decodes in every step since `since`; whoever comes,
+goes or is paused ends it (`Columns.disturb`), and so does every step that is planned by looking. Plans and results are
+those that looking would give. What it keeps of the columns nobody else changes meanwhile.
+
+Rows here are in the order of the plan; the columns are by slot. As all running rows advance together, their columns
+advance by adding `active`, which needs no index.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aengine.scheduler.pages import grow_together
+from aengine.types import Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
+
+if TYPE_CHECKING:
+    from aengine.scheduler.columns import Columns
+    from aengine.scheduler.scheduler import Scheduler
+
+_NO_IDS = np.zeros(0, np.int32)
+
+
+class SteadyRows:
+    """Begun by a plan that had all running rows. `launched`, `committed`: the newest steps of which that is true."""
+
+    def __init__(self, columns: Columns, plan: StepPlan) -> None:
+        rows = len(plan.slots)
+        self.since = self.launched = plan.step
+        self.committed = plan.step - 1
+        self.step = plan.step + 1
+        self.slots, self.handles, self.starts = plan.slots, plan.handles, plan.starts
+        self._columns = columns
+        self._ones = columns.ones[:rows]
+        self._capacity = columns.capacity[plan.slots]
+
+    def grow(self, scheduler: Scheduler) -> bool:
+        """Make the next position of every row writable; False when that has to be done row by row."""
+        starts = self.starts + self._ones
+        crossing = (starts >= self._capacity).nonzero()[0]
+        if len(crossing):
+            slots = self.slots[crossing]
+            if not grow_together(scheduler, slots, starts[crossing]):
+                return False
+            self._capacity[crossing] = self._columns.capacity[slots]
+        self.starts = starts
+        return True
+
+    def build(
+        self,
+        tables: list[TableDelta],
+        setups: list[SlotSetup],
+        zero: list[int],
+        media: list[MediaPlacement],
+        moves: tuple[PageMove, ...] = (),
+    ) -> StepPlan:
+        """The next step, behind `grow`. Its ids are known if the step before has been committed, else in its relay."""
+        c, ones = self._columns, self._ones
+        known = self.committed == self.launched
+        return StepPlan(
+            step=self.step,
+            slots=self.slots,
+            handles=self.handles,
+            starts=self.starts,
+            counts=ones,
+            samples=ones,
+            relay=(c.none if known else c.all)[: len(ones)],
+            ids=c.tokens[self.slots, self.starts] if known else _NO_IDS,
+            tables=tuple(tables),
+            setups=tuple(setups),
+            zero=tuple(zero),
+            media=tuple(media),
+            moves=moves,
+            decodes=len(ones),
+        )
+
+    def append(self, plan: StepPlan, tokens: Int32s) -> Int64s:
+        """A step has retired: one token more for each row; indices of those that may end with it."""
+        c = self._columns
+        if self.committed < self.since:
+            self._begin(plan)
+        self.committed = plan.step
+        np.add(c.computed, c.active, c.computed)
+        np.add(c.known, c.active, c.known)
+        c.flat[self._places] = tokens
+        np.add(self._places, self._ahead, self._places)
+        self._unchecked -= 1
+        if self._unchecked > 0:
+            stopped = np.zeros(len(tokens), np.bool_) if not self._stop_ids else self._stop_ids[0] == tokens
+        else:
+            stopped = c.known[self.slots] >= c.check_at[self.slots]
+        for column in self._stop_ids:
+            stopped |= column == tokens
+        ends: Int64s = stopped.nonzero()[0]
+        return ends
+
+    def _begin(self, plan: StepPlan) -> None:
+        """What only commits change: from here on all of them are of steady steps."""
+        c, slots = self._columns, plan.slots
+        self._places: Int64s = c.base[slots] + c.known[slots]
+        self._ahead = np.ones(len(slots), np.int64)
+        self._unchecked = int((c.check_at[slots] - c.known[slots]).min())  # so many tokens end nobody by their number
+        self._stop_ids = [column[slots] for column in c.stop_columns]
+        self._due = c.commit_at[slots] - 1
+
+    def due(self, plan: StepPlan) -> Int64s:
+        """Rows that the cache wants to hear of."""
+        due: Int64s = (plan.starts >= self._due).nonzero()[0]
+        return due
+
+    def told(self, due: Int64s) -> None:
+        """The cache has heard of them and said when it wants to hear of them again."""
+        self._due[due] = self._columns.commit_at[self.slots[due]] - 1
+
+
+def steady_step(scheduler: Scheduler) -> SteadyRows | None:
+    """Rows that can go on as they did, with pages for their next position; None: everything has to be looked at."""
+    rows = scheduler.columns.steady
+    if rows is None or scheduler.leaving or scheduler.drafter is not None:
+        return None
+    head = scheduler.waiting.head() if scheduler.free_slots else None
+    if head is not None and scheduler.blocked != (head.request.handle, scheduler.room_version):
+        return None
+    return rows if rows.grow(scheduler) else None
