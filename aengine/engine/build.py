@@ -151,7 +151,7 @@ def make_drafter(settings: SchedulerConfig, fitted: int, ledger: Ledger, *, reco
         "" if fitted else "; these kernels may round otherwise in steps with drafts, so near-ties may change tokens"
     )
     ledger.lines.append(
-        f"speculation: up to {tokens} draft tokens a row where its text repeats itself, with up to {ROWS_MAX} rows{beside}"
+        f"speculation: up to {tokens} draft tokens a row where its text repeats itself, with {ROWS_MAX} rows at most{beside}"
     )
     return PromptLookup(tokens, recomputes=recomputes)
 
