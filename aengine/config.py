@@ -105,8 +105,8 @@ class SchedulerConfig:
     depth: int = _setting(1, "steps in flight while the next is planned: 0 synchronous, 1 overlapped, 2 experiment")
     speculate: int | None = _setting(
         None,
-        "most draft tokens a row brings to a step, copied from where its text seems to repeat itself, kept as far as they "
-        "are right; 0 or off: none; unset or auto: 8 with native CPU kernels, else none",
+        "most draft tokens a row brings to a step, copied from where its text seems to repeat itself, kept as far as "
+        "they are right; 0 or off: none; unset or auto: 8 with native CPU kernels, else none",
     )
     multi_step: int = _setting(
         1,

@@ -1,7 +1,7 @@
-"""Claim: drafts copied from a text's own repetitions speed up what repeats itself and cost at most 3 % where nothing does.
+"""Claim: drafts copied from a text's own repetitions speed up texts that repeat themselves, and cost others 3 % at most.
 
-Two engines in one process, one with speculation, one without, answer the same prompts in turn (A B, B A, …); prompts are
-in both prefix caches before. A figure is the median of paired ratios of wall time; tokens must be the same.
+Two engines in one process, one with speculation, one without, answer the same prompts in turn (A B, B A, …), which
+are in both prefix caches before. A figure is the median of paired ratios of wall time; tokens must be the same.
 
     words            prompts of random words, as bench/load.py makes them, one stream
     code … story     greedy answers to chat questions, one stream
@@ -29,8 +29,8 @@ from aengine.models.loader import load_tokenizer
 from aengine.models.store import resolve
 
 TEXT = (
-    "The river Alda rises in the northern hills and flows south for two hundred miles. In spring it carries melted snow, "
-    "and the towns along it build low walls of sand. The largest town, Marsholm, has a stone bridge with nine arches, "
+    "The river Alda rises in the northern hills and flows south for two hundred miles. In spring it carries melted "
+    "snow, and the towns along it build low walls of sand. The largest town, Marsholm, has a stone bridge with nine arches, "
     "which was built in 1702 and rebuilt in 1911. The bridge is the only crossing for thirty miles, so the market of "
     "Marsholm draws farmers from both sides. "
 )

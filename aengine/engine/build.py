@@ -147,12 +147,9 @@ def make_drafter(settings: SchedulerConfig, fitted: int, ledger: Ledger, *, reco
         why = ", for these kernels may round otherwise in steps with drafts" if asked is None and not fitted else ""
         ledger.lines.append(f"no speculation{why}")
         return None
-    beside = (
-        "" if fitted else "; these kernels may round otherwise in steps with drafts, so near-ties may change tokens"
-    )
-    ledger.lines.append(
-        f"speculation: up to {tokens} draft tokens a row where its text repeats itself, with {ROWS_MAX} rows at most{beside}"
-    )
+    risk = "" if fitted else "; these kernels may round otherwise in steps with drafts, so near-ties may change tokens"
+    rows = f"where its text repeats itself, with {ROWS_MAX} rows at most"
+    ledger.lines.append(f"speculation: up to {tokens} draft tokens a row {rows}{risk}")
     return PromptLookup(tokens, recomputes=recomputes)
 
 

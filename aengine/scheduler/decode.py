@@ -2,8 +2,8 @@
 
 Owns: choosing rows of one token within the budget.
 Does not know: prompts, admission, results.
-Invariants: oldest first; work per row in Python only where a row crosses a page or may get drafts; an older prompt is not
-starved by rows that fill the budget.
+Invariants: oldest first; work per row in Python only where a row crosses a page or may get drafts; an older prompt is
+not starved by rows that fill the budget.
 """
 
 from __future__ import annotations

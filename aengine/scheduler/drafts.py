@@ -45,7 +45,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, rows: Sequence[DraftRow], others: int, room: int) -> Sequence[Int32s]:
-        """For each row, none of whose tokens is in flight, its drafts: none or at most `most`; at most `room` in all."""
+        """For each row, of which no token is in flight, its drafts: at most `most`; at most `room` in all."""
         ...
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -56,8 +56,8 @@ class Drafter(Protocol):
 class PromptLookup:
     """Prompt lookup decoding (Saxena, 2023) that follows its copies: at most `most_tokens` drafts a row and step.
 
-    Every row has a place in its own text that it seems to repeat; how often such a place was right before, given for how
-    long it has been right, is the chance of each draft. What a step of so many positions takes is learnt from results.
+    Every row has a place in its own text that it seems to repeat; how often such a place was right, given for how long
+    it has been right, is the chance of each draft. What a step of so many positions takes is learnt from results.
     The drafts chosen are those that give most tokens a second; a step waits for them only if that pays for the time
     that the device then stands idle, too. `recomputes`: what was accepted before a wrong draft is computed once more.
     """

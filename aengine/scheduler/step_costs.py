@@ -3,8 +3,8 @@
 Owns: `StepCosts`: seconds on the device by number of positions, and the seconds that it stands idle when a step waits
 for the one before it.
 Does not know: clocks (it is told when steps began and ended), rows, why somebody asks.
-Invariants: the same calls give the same answers. A step is a level, how fast the machine is just now, times a ratio, how
-its size compares with others; the level follows quickly, ratios slowly. Sizes never seen lie between those that were.
+Invariants: the same calls give the same answers. A step is a level, how fast the machine is now, times a ratio, how
+its size compares with others; the level follows quickly, ratios slowly. Sizes never seen lie between those seen.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Setting:
     recurrent state too, its checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens;
     a large page holds `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`,
     `fail_row`: how often a step breaks, or one row of it. `structured`: how often a grammar rules the output.
-    `multi` > 1: so many decode steps are planned at once. `draft`: an oracle guesses; `lookup`: the program's own drafter
-    does, in a vocabulary of that many tokens, so small that texts repeat themselves."""
+    `multi` > 1: so many decode steps are planned at once. `draft`: an oracle guesses; `lookup`: the program's own
+    drafter does, in a vocabulary of that many tokens, so small that texts repeat themselves."""
 
     depth: int = 1
     multi: int = 1
