@@ -103,6 +103,11 @@ class SchedulerConfig:
         None, "milliseconds a step may take while rows decode; 0: as long as it takes; unset: 100 on the CPU, else 0"
     )
     depth: int = _setting(1, "steps in flight while the next is planned: 0 synchronous, 1 overlapped, 2 experiment")
+    speculate: int | None = _setting(
+        None,
+        "most draft tokens a row brings to a step, copied from where its text seems to repeat itself, kept as far as "
+        "they are right; 0 or off: none; unset or auto: 8 with native CPU kernels, else none",
+    )
     multi_step: int = _setting(
         1,
         "decode steps planned and launched at once, without overlap: K > 1 shows K tokens at a time; to compare with",
@@ -115,7 +120,14 @@ class SchedulerConfig:
         _check("max_waiting", self.max_waiting, 1, 2**20, "requests")
         _check("step_ms", self.step_ms, 0.0, 60_000.0, "ms")
         _check("depth", self.depth, 0, 2, "steps")
+        _check("speculate", self.speculate, 0, 64, "tokens")
         _check("multi_step", self.multi_step, 1, 64, "steps")
+        if self.speculate and self.multi_step > 1:
+            raise ConfigError(
+                f"speculate {self.speculate} and multi_step {self.multi_step} exclude each other: drafts are made from "
+                "the last token, which steps planned at once do not wait for",
+                param="speculate",
+            )
 
     @property
     def steps_in_flight(self) -> int:

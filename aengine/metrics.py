@@ -68,9 +68,15 @@ class Snapshot(Protocol):
     @property
     def prefix_hits(self) -> int: ...  # tokens
     @property
+    def drafts(self) -> int: ...  # rows with draft tokens, one a step
+    @property
     def drafted_tokens(self) -> int: ...
     @property
     def accepted_tokens(self) -> int: ...
+    @property
+    def accepted_by_position(self) -> tuple[int, ...]: ...
+    @property
+    def forced_tokens(self) -> int: ...  # taken over from grammars
     @property
     def media_items(self) -> int: ...  # placed for rows
     @property
@@ -91,8 +97,11 @@ class Idle:
     zombie_rows: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+    forced_tokens: int = 0
     media_items: int = 0
     media_computed: int = 0
 
@@ -329,8 +338,16 @@ class Metrics:
         yield self._counter("vllm:num_preemptions", "Preemptions.", now.preemptions)
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hits)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", now.drafted_tokens)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", now.accepted_tokens)
+        yield self._counter("vllm:spec_decode_num_drafts", "Rows of steps that brought draft tokens.", now.drafts)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.", now.drafted_tokens)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", now.accepted_tokens)
+        yield self._by(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their place in a row.",
+            "position",
+            {str(position): count for position, count in enumerate(now.accepted_by_position)},
+        )
+        yield self._counter("aengine:forced_tokens", "Tokens taken over from grammars unsampled.", now.forced_tokens)
         yield self._counter("aengine:media_items_placed", "Images placed for running requests.", now.media_items)
         yield self._counter("aengine:media_items_computed", "Images computed, not found cached.", now.media_computed)
         yield self._counter("aengine:zombie_rows", "Rows computed for requests that had ended.", now.zombie_rows)

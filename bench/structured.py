@@ -86,7 +86,7 @@ async def schemas(count: int, first: int) -> dict[str, Any]:
         stats = engine.stats()
         told["seconds"] = round(time.monotonic() - began_s, 1)
         told["overlapped"] = round(stats.steps_overlapped / stats.steps, 4)
-        told["forced_tokens"] = stats.accepted_tokens
+        told["forced_tokens"] = stats.forced_tokens
     return told
 
 

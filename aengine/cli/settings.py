@@ -98,9 +98,11 @@ def _leaves(node: type, path: tuple[str, ...]) -> Iterable[Setting]:
 
 def parse(setting: Setting, raw: object, where: str) -> object:
     """`raw` (text of a flag or variable, or a YAML value) as the setting's type; `auto` leaves a number unset
-    that may be. Raises ConfigError naming `where`."""
-    fitted = setting.optional and setting.kind in (int, float) and raw == "auto"
-    if raw is None or fitted or (raw == "" and setting.optional):
+    that may be, and `off` (which YAML reads as false) is 0 there. Raises ConfigError naming `where`."""
+    fitted = setting.optional and setting.kind in (int, float)
+    if fitted and (raw == "off" or raw is False):
+        raw = 0
+    if raw is None or (fitted and raw == "auto") or (raw == "" and setting.optional):
         if setting.optional:
             return None
         raise ConfigError(f"{where}: {setting.name} has no value", param=setting.name)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from aengine.config import EngineConfig, home, usable_home
+from aengine.config import EngineConfig, SchedulerConfig, home, usable_home
 from aengine.engine.build_cpu import make_cpu
 from aengine.engine.build_sim import make_sim
 from aengine.engine.facts import ModelInfo, StartupReport
@@ -35,7 +35,8 @@ from aengine.models.store import present, resolve
 from aengine.models.tokenizer import Tokenizer
 from aengine.models.vision_config import VisionConfig
 from aengine.prefix_cache import PrefixCache
-from aengine.scheduler import Scheduler
+from aengine.scheduler import ROWS_MAX, Drafter, PromptLookup, Scheduler
+from aengine.scheduler.recurrent import has_state
 
 
 @dataclass(slots=True)
@@ -80,12 +81,14 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         enabled=config.cache.prefix_caching,
         in_flight_tokens=in_flight_tokens(config.scheduler),
     )
+    drafter = make_drafter(config.scheduler, made.speculate, ledger, recomputes=has_state(cache))
     scheduler = Scheduler(
         cache,
         max_seqs=config.scheduler.max_num_seqs,
         budget_tokens=config.scheduler.max_batched_tokens,
         max_tokens=made.context,
         page_tokens=config.cache.page_tokens,
+        drafter=drafter,
         step_s=(made.step_ms if config.scheduler.step_ms is None else config.scheduler.step_ms) / 1e3,
     )
     model = ModelInfo(
@@ -131,6 +134,23 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     if device == "cuda":
         raise ConfigError("device is cuda, but torch finds no CUDA device; device cpu needs none", param="device")
     return make_cpu(config, files, ledger)
+
+
+def make_drafter(settings: SchedulerConfig, fitted: int, ledger: Ledger, *, recomputes: bool) -> Drafter | None:
+    """As configured, or for `fitted` draft tokens a row; those are 0 where the number of positions in a step may change
+    how a linear layer rounds."""
+    asked = settings.speculate
+    tokens = fitted if asked is None else asked
+    if asked is None and settings.multi_step > 1:
+        tokens = 0
+    if not tokens:
+        why = ", for these kernels may round otherwise in steps with drafts" if asked is None and not fitted else ""
+        ledger.lines.append(f"no speculation{why}")
+        return None
+    risk = "" if fitted else "; these kernels may round otherwise in steps with drafts, so near-ties may change tokens"
+    rows = f"where its text repeats itself, with {ROWS_MAX} rows at most"
+    ledger.lines.append(f"speculation: up to {tokens} draft tokens a row {rows}{risk}")
+    return PromptLookup(tokens, recomputes=recomputes)
 
 
 def _images(files: ModelFiles, vision: VisionConfig | None, ledger: Ledger) -> Images:

@@ -49,8 +49,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     zombie_rows: int
     steps: int
     steps_overlapped: int
+    drafts: int
     drafted_tokens: int
     accepted_tokens: int
+    accepted_by_position: tuple[int, ...]
+    forced_tokens: int
     kv_usage: float
     kv_waste: float
     kv_stranded_bytes: int

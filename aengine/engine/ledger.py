@@ -51,7 +51,8 @@ class Ledger:
 @dataclass(frozen=True, slots=True)
 class Made:
     """A device's share of the parts. `make_runner` starts the device's threads. `step_ms`: what a step should take at
-    most while rows decode, unless configured; 0: as long as it takes."""
+    most while rows decode, unless configured; 0: as long as it takes. `speculate`: the most draft tokens a row,
+    likewise."""
 
     names: tuple[str, ...]
     pages: PagePlan
@@ -61,6 +62,7 @@ class Made:
     make_runner: RunnerFactory
     vision: VisionConfig | None = None
     step_ms: float = 0.0
+    speculate: int = 0
 
 
 def served_names(config: EngineConfig, files: ModelFiles) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Which decode rows a step has, and their drafts.
 
-Owns: choosing rows of one token, with draft tokens behind some of them, within the budget.
+Owns: choosing rows of one token within the budget.
 Does not know: prompts, admission, results.
-Invariants: oldest first; work per row in Python only where a row crosses a page or gets drafts; an older prompt is not
-starved by rows that fill the budget.
+Invariants: oldest first; work per row in Python only where a row crosses a page or may get drafts; an older prompt is
+not starved by rows that fill the budget.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aengine.scheduler.pages import grow, grow_together, try_grow
+from aengine.scheduler.pages import grow, grow_together
 from aengine.scheduler.plan_builder import PlanBuilder
-from aengine.scheduler.recurrent import draft_room
+from aengine.scheduler.speculation import plan_drafts
 from aengine.types import Bools, Int64s
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ def plan_decodes(scheduler: Scheduler, build: PlanBuilder) -> None:
         slots, build.unfed = scheduler.order, False
     else:
         slots = _ready_rows(scheduler, build)
-    if scheduler.drafter is not None:
-        slots = _plan_drafts(scheduler, slots, build)
+    drafter = scheduler.drafter
+    if drafter is not None and len(slots) <= drafter.rows_max:
+        slots = plan_drafts(scheduler, drafter, slots, build)
     starts = c.scheduled[slots]
     crossing = (starts >= c.capacity[slots]).nonzero()[0]
     if len(crossing) and not grow_together(scheduler, slots[crossing], starts[crossing]):
@@ -47,7 +48,7 @@ def _ready_rows(scheduler: Scheduler, build: PlanBuilder) -> Int64s:
     ready = (left == 1) & (c.expected < c.limit) & going
     build.unfed = bool(np.count_nonzero(left > 1))
     if scheduler.drafter is not None:
-        ready &= ~c.drafting & (c.expected == c.known)  # a draft needs to know the last token
+        ready &= ~c.drafting  # how many tokens it gives is not known
     mask = ready[order]
     rows = int(np.count_nonzero(mask))
     if rows >= build.left:
@@ -55,7 +56,7 @@ def _ready_rows(scheduler: Scheduler, build: PlanBuilder) -> Int64s:
         return np.asarray(order[mask][:room])
     if rows < len(order):
         return np.asarray(order[mask])
-    if rows and scheduler.drafter is None:
+    if rows:
         c.even = int((c.limit - c.expected)[order].min())
     return order
 
@@ -83,29 +84,3 @@ def _grow_decode(scheduler: Scheduler, slot: int, build: PlanBuilder) -> bool:
         return False
     build.pin(slot)  # growth may have published a page that this row fills, or an item or a state that it computes
     return True
-
-
-def _plan_drafts(scheduler: Scheduler, slots: Int64s, build: PlanBuilder) -> Int64s:
-    """Give drafts to the rows the drafter has a guess for; returns the other rows."""
-    assert scheduler.drafter is not None
-    c = scheduler.columns
-    plain: list[int] = []
-    rows_left = len(slots)
-    for slot in slots.tolist():
-        sequence = scheduler.at(slot)
-        known = int(c.known[slot])
-        rows_left -= 1
-        most = min(int(c.limit[slot]) - known - 1, build.left - rows_left - len(plain) - 1)
-        if scheduler.recurrent and sequence.lease is not None:
-            most = min(most, draft_room(sequence.lease, int(c.scheduled[slot]), known))
-        guessable = not sequence.request.sampling.needs_history and sequence.matcher is None
-        if most <= 0 or not guessable or sequence.slot in build.held:
-            plain.append(slot)
-            continue
-        drafts = scheduler.drafter.propose(c.tokens[slot, :known], most)
-        if not len(drafts) or try_grow(scheduler, sequence, known + len(drafts), build.step, len(drafts)).short:
-            plain.append(slot)
-            continue
-        scheduler.drafted_tokens += len(drafts)
-        build.row(slot, 1 + len(drafts), 1 + len(drafts), np.asarray(drafts, np.int32))
-    return np.array(plain, np.int64)

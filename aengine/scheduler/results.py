@@ -235,7 +235,7 @@ def _accept_drafts(scheduler: Scheduler, plan: StepPlan, row: int, result: StepR
         for i in range(kept):
             one = slice(i, i + 1)
             out.logprobs[first + i] = Logprobs(logprobs.ids[one], logprobs.values[one], logprobs.ranks[one])
-    scheduler.accepted_tokens += max(0, kept - 1)
+    scheduler.drafts.retired(max(0, min(kept, accepted - 1)))
     c.drafting[slot] = False
     c.expected[slot] = c.known[slot]
     assert sequence.lease is not None

@@ -29,6 +29,7 @@ from aengine.scheduler.prefill import plan_prefills
 from aengine.scheduler.recurrent import has_state
 from aengine.scheduler.results import OutputBuilder, commit_rows
 from aengine.scheduler.sequence import Sequence, WaitingRoom
+from aengine.scheduler.speculation import DraftCounts, waits_for_drafts
 from aengine.scheduler.steady import SteadyRows, steady_step
 from aengine.scheduler.structured import broken_rows, decide_rows
 from aengine.types import (
@@ -52,8 +53,11 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     preemptions: int
     zombie_rows: int
     steps: int
+    drafts: int  # rows with draft tokens, one a step
     drafted_tokens: int
     accepted_tokens: int
+    accepted_by_position: tuple[int, ...]  # of a row's drafts, the first ones first
+    forced_tokens: int  # taken over from grammars without sampling
     media_items: int = 0  # placed for rows
     media_computed: int = 0  # of these, computed rather than found in the cache
 
@@ -82,7 +86,6 @@ class Scheduler:
         self.outputs = OutputBuilder()
         self.retired = 0
         self.zombie_rows = 0
-        self.accepted_tokens = 0
         self._budget_tokens = budget_tokens
         self.page_tokens = page_tokens
         self.drafter = drafter
@@ -99,7 +102,8 @@ class Scheduler:
         self.order: Int64s = np.zeros(0, np.int64)  # their slots
         self.leaving: list[Sequence] = []  # aborted, void or to be preempted, once out of flight
         self._preemptions = 0
-        self.drafted_tokens = 0
+        self.drafts = DraftCounts()
+        self.forced_tokens = 0
         self.room_version = 0  # grows when pages or slots may have become free
         self.blocked = (-1, -1)  # (handle, _room_version) when the head of the queue did not fit
         self.tables: list[TableDelta] = []  # for the next plan: even a step that is not built may have changed tables
@@ -133,6 +137,9 @@ class Scheduler:
         if (rows := steady_step(self)) is not None:
             return self._built(rows)
         build = self._begin()
+        drafter = self.drafter
+        if drafter is not None and self.columns.running <= drafter.rows_max and waits_for_drafts(self, drafter):
+            return None
         plan_decodes(self, build)
         plan_prefills(self, build)
         return self._built(build)
@@ -182,6 +189,8 @@ class Scheduler:
         for handle in tainted:
             self._void(handle)
         commit_rows(self, plan, result)
+        if self.drafter is not None and len(plan.slots) <= self.drafter.rows_max:
+            self.drafter.observe(plan, result)
         if self.pacer is not None:
             observe(self.pacer, plan, result.device_s)
         self._settle()
@@ -231,8 +240,11 @@ class Scheduler:
             preemptions=self._preemptions,
             zombie_rows=self.zombie_rows,
             steps=self._step,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            drafts=self.drafts.rows,
+            drafted_tokens=self.drafts.drafted,
+            accepted_tokens=self.drafts.accepted,
+            accepted_by_position=tuple(self.drafts.by_position),
+            forced_tokens=self.forced_tokens,
             media_items=self.media.items,
             media_computed=self.media.computed,
         )

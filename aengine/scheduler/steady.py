@@ -121,7 +121,10 @@ class SteadyRows:
 def steady_step(scheduler: Scheduler) -> SteadyRows | None:
     """Rows that can go on as they did, with pages for their next position; None: everything has to be looked at."""
     rows = scheduler.columns.steady
-    if rows is None or scheduler.leaving or scheduler.drafter is not None:
+    if rows is None or scheduler.leaving:
+        return None
+    drafter = scheduler.drafter
+    if drafter is not None and scheduler.columns.running <= drafter.rows_max:
         return None
     head = scheduler.waiting.head() if scheduler.free_slots else None
     if head is not None and scheduler.blocked != (head.request.handle, scheduler.room_version):

@@ -98,8 +98,7 @@ def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher)
     c.disturb()  # the row may have more than one token to compute now
     c.settled[slot] = step
     scheduler.outputs.sampled(np.full(len(tokens), c.handle[slot]), tokens)
-    scheduler.drafted_tokens += len(tokens)
-    scheduler.accepted_tokens += len(tokens)
+    scheduler.forced_tokens += len(tokens)
     if not ending and c.known[slot] >= c.limit[slot]:
         ending = [(sequence, FinishReason.LENGTH, None, None)]
     for ended, reason, stop_id, error in ending:

@@ -6,7 +6,7 @@ a released sequence.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import aengine.engine.build as build
 from aengine import AsyncEngine, RequestOutput, SamplingParams
-from aengine.scheduler import PromptLookup
+from aengine.scheduler import DraftRow
+from aengine.types import Int32s, StepPlan, StepResult
 from tests.e2e.conftest import last, run_all
 from tests.e2e.tiny import SIZES, Tiny, assert_follows, prompts
 
@@ -175,9 +176,29 @@ async def test_shared_beginnings_under_pressure(tiny: Tiny) -> None:
     assert_follows(outputs, tiny)
 
 
+class EagerLookup:
+    """Drafts what followed the last token before, whatever that may cost."""
+
+    rows_max = 64
+
+    def waits(self, rows: Sequence[DraftRow], others: int) -> bool:
+        return True
+
+    def propose(self, rows: Sequence[DraftRow], others: int, room: int) -> list[Int32s]:
+        made = []
+        for row in rows:
+            ends = (row.ids[:-1] == row.ids[-1]).nonzero()[0]
+            made.append(row.ids[ends[-1] + 1 :][: min(4, row.most, room)] if len(ends) else row.ids[:0])
+            room -= len(made[-1])
+        return made
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Nothing to learn."""
+
+
 async def test_drafts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected drafts go back to the state before them, and what was accepted is computed again."""
-    monkeypatch.setattr(build, "Scheduler", partial(build.Scheduler, drafter=PromptLookup(4, ngram=1)))
+    monkeypatch.setattr(build, "make_drafter", lambda *_, **__: EagerLookup())
     sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=1)
     async with AsyncEngine(tiny.config(page_tokens=PAGE)) as engine:
         outputs = await run_all(engine, prompts(LENGTHS), sampling)

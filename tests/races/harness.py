@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,7 +31,7 @@ from aengine.memory import (
 from aengine.prefix_cache import PrefixCache
 from aengine.runner.sim import SimExecutor, SimGroup, sim_token
 from aengine.runner.step import Undecided
-from aengine.scheduler import Scheduler
+from aengine.scheduler import Drafter, DraftRow, PromptLookup, Scheduler
 from aengine.types import (
     Choices,
     FinishReason,
@@ -64,7 +64,8 @@ class Setting:
     recurrent state too, its checkpoints at multiples of that; `page` and `grid` are pages and retention grid in tokens;
     a large page holds `slab` of the pages. `turns`: how often a prompt goes on where an earlier request ended. `fail`,
     `fail_row`: how often a step breaks, or one row of it. `structured`: how often a grammar rules the output.
-    `multi` > 1: so many decode steps are planned at once."""
+    `multi` > 1: so many decode steps are planned at once. `draft`: an oracle guesses; `lookup`: the program's own
+    drafter does, in a vocabulary of that many tokens, so small that texts repeat themselves."""
 
     depth: int = 1
     multi: int = 1
@@ -80,12 +81,17 @@ class Setting:
     slab: int = 1
     turns: float = 0.0
     draft: float = 0.0
+    lookup: int = 0
     abort: float = 0.05
     fail: float = 0.0
     fail_row: float = 0.0
     structured: float = 0.0
     max_tokens: int = 96
     prefix_caching: bool = True
+
+    @property
+    def vocab(self) -> int:
+        return self.lookup or VOCAB
 
 
 @dataclass
@@ -97,11 +103,11 @@ class Asked:
     aborted: bool = False
 
 
-def oracle(prompt: Int32s, max_tokens: int, stop_ids: tuple[int, ...], seed: int) -> list[int]:
+def oracle(prompt: Int32s, max_tokens: int, stop_ids: tuple[int, ...], seed: int, vocab: int = VOCAB) -> list[int]:
     """The tokens a request must get: a function of its own prompt and seed alone."""
     ids = prompt.tolist()
     for _ in range(max_tokens):
-        ids.append(sim_token(ids, VOCAB, seed))
+        ids.append(sim_token(ids, vocab, seed))
         if ids[-1] in stop_ids:
             break
     return ids[len(prompt) :]
@@ -127,15 +133,30 @@ def next_allowed(token: int, grammar: ToyMatcher) -> int:
 
 
 class OracleDrafter:
-    """Guesses rightly with probability `skill` at each token."""
+    """Guesses rightly with probability `skill` at each token, of some rows, and has the others wait when it likes."""
+
+    rows_max = 1000
 
     def __init__(self, rng: random.Random, skill: float) -> None:
         self._rng, self._skill = rng, skill
 
-    def propose(self, ids: Int32s, limit: int) -> Int32s:
+    def waits(self, rows: Sequence[DraftRow], others: int) -> bool:
+        return self._rng.random() < 0.7
+
+    def propose(self, rows: Sequence[DraftRow], others: int, room: int) -> list[Int32s]:
+        made = []
+        for row in rows:
+            made.append(self._guess(row.ids, min(row.most, room)))
+            room -= len(made[-1])
+        return made
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Nothing to learn."""
+
+    def _guess(self, ids: Int32s, most: int) -> Int32s:
         guess: list[int] = []
         known = ids.tolist()
-        for _ in range(min(limit, self._rng.randint(0, 4))):
+        for _ in range(min(most, self._rng.randint(0, 4))):
             right = self._rng.random() < self._skill
             guess.append(sim_token(known + guess, VOCAB, 0) if right else self._rng.randrange(VOCAB))
         return np.array(guess, np.int32)
@@ -185,7 +206,7 @@ class Device:
         failed = dict.fromkeys(bad, "planted failure")
         counts = result.counts.copy()
         counts[bad] = 0
-        broken = msgspec.structs.replace(result, counts=counts, failed=failed)
+        broken = msgspec.structs.replace(result, counts=counts, failed=failed, device_s=1.0)
         self._results[step.step] = None if fails else broken
 
     def wait(self, step: int) -> StepResult | None:
@@ -247,7 +268,9 @@ class Episode:
         self.s = setting
         pool, groups = make_pool(setting)
         self.cache = PrefixCache(pool, enabled=setting.prefix_caching, grid_tokens=setting.grid)
-        drafter = OracleDrafter(self.rng, 0.7) if setting.draft else None
+        drafter: Drafter | None = OracleDrafter(self.rng, 0.7) if setting.draft else None
+        if setting.lookup:
+            drafter = PromptLookup(4)
         self.scheduler = scheduler_type(
             self.cache,
             max_seqs=setting.seqs,
@@ -256,7 +279,7 @@ class Episode:
             page_tokens=math.gcd(setting.page, setting.state, PAGE if setting.window or setting.chunk else 0),
             drafter=drafter,
         )
-        executor = executor_type(groups, max_seqs=setting.seqs, max_tokens=setting.max_tokens, vocab=VOCAB)
+        executor = executor_type(groups, max_seqs=setting.seqs, max_tokens=setting.max_tokens, vocab=setting.vocab)
         self.device = Device(executor)
         self.asked: dict[int, Asked] = {}
         self.plans: list[StepPlan] = []
@@ -271,13 +294,13 @@ class Episode:
 
     def make_requests(self) -> deque[list[Request]]:
         """Groups of requests that arrive together: single ones, and n choices of one prompt."""
-        shared = [self.rng.randrange(VOCAB) for _ in range(32)]
+        shared = [self.rng.randrange(self.s.vocab) for _ in range(32)]
         todo: deque[list[Request]] = deque()
         handle = 1
         while handle <= self.s.requests:
             n = self.rng.choice([1, 1, 1, 2, 4])
             prompt = shared[: self.rng.choice([0, 4, 8, 13, 24])]
-            prompt = prompt + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 14))]
+            prompt = prompt + [self.rng.randrange(self.s.vocab) for _ in range(self.rng.randint(1, 14))]
             if self.s.turns and todo and self.rng.random() < self.s.turns:
                 prompt = self.next_turn(self.rng.choice(todo))
             most = self.rng.randint(1, 24)
@@ -307,9 +330,9 @@ class Episode:
             return [1]
         first = self.rng.choice(before)
         most = first.max_total_tokens - len(first.prompt_ids)
-        said = oracle(first.prompt_ids, most, first.rules.stop_ids, first.seed)
+        said = oracle(first.prompt_ids, most, first.rules.stop_ids, first.seed, self.s.vocab)
         ids = first.prompt_ids.tolist() + said[: self.rng.choice([most, most, self.rng.randint(0, most)])]
-        return ids[: self.s.max_tokens - 30] + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 5))]
+        return ids[: self.s.max_tokens - 30] + [self.rng.randrange(self.s.vocab) for _ in range(self.rng.randint(1, 5))]
 
     def submit(self, request: Request) -> None:
         most = request.max_total_tokens - len(request.prompt_ids)
@@ -324,7 +347,7 @@ class Episode:
             self.asked[request.handle] = Asked(request, want)
             self.scheduler.submit(request, ToyMatcher(kind, VOCAB, EOS))
             return
-        self.asked[request.handle] = Asked(request, oracle(*asked))
+        self.asked[request.handle] = Asked(request, oracle(*asked, self.s.vocab))
         self.scheduler.submit(request)
 
     # ---- the loop of engine/core.py, with chance in place of time

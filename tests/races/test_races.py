@@ -109,8 +109,40 @@ def test_recurrent_state_is_never_stale(depth: int) -> None:
     assert hits > 10_000
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_following_copies_changes_no_token(depth: int) -> None:
+    """The drafter of the program itself, on texts of three or four different tokens, one of which may end them."""
+    base = Setting(depth=depth, lookup=3, abort=0.02)
+    kinds = [
+        base,
+        dataclasses.replace(base, pages=18, seqs=8),
+        dataclasses.replace(base, lookup=4, pages=15, abort=0.15),
+        dataclasses.replace(base, window=6, pages=40, budget=7),
+        dataclasses.replace(base, state=8, window=6, grid=8, pages=36, turns=0.5),
+        dataclasses.replace(base, state=4, pages=24, fail_row=0.06, grid=4),
+        dataclasses.replace(base, chunk=12, slab=4, pages=52, fail=0.03),
+    ]
+    preemptions = accepted = rejected = failures = 0
+    for seed in range(35):
+        setting = kinds[seed % len(kinds)]
+        try:
+            episode = Episode(seed, setting).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
+        stats = episode.scheduler.stats()
+        preemptions += stats.preemptions
+        accepted += stats.accepted_tokens
+        rejected += stats.drafted_tokens - stats.accepted_tokens
+        failures += episode.failed_steps
+    assert preemptions > 12
+    assert accepted > 120
+    assert rejected > 120
+    assert failures > 2
+
+
 def test_plans_are_deterministic() -> None:
     for seed in range(12):
-        first = Episode(seed, settings(1, seed)).run()
-        second = Episode(seed, settings(1, seed)).run()
+        setting = settings(1, seed) if seed % 3 else Setting(lookup=3, pages=24)
+        first = Episode(seed, setting).run()
+        second = Episode(seed, setting).run()
         assert [repr(plan) for plan in first.plans] == [repr(plan) for plan in second.plans]

@@ -32,7 +32,7 @@ def test_grammars_rule_tokens_alike_at_any_depth_and_under_pressure(depth):
             raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
         stats = episode.scheduler.stats()
         preemptions += stats.preemptions
-        forced += stats.accepted_tokens
+        forced += stats.forced_tokens
         failures += episode.failed_steps
     assert preemptions > 8
     assert forced > 150
@@ -48,5 +48,5 @@ def test_on_cuda(depth):
             episode = CudaEpisode(seed, setting, graphs=seed % 2 == 0).run()
         except Exception as error:
             raise AssertionError(f"seed {seed}, {setting}: {error!r}") from error
-        forced += episode.scheduler.stats().accepted_tokens
+        forced += episode.scheduler.stats().forced_tokens
     assert forced > 0

@@ -9,7 +9,7 @@ import pytest
 from aengine.memory import Full, Pool, Window, attention_group, uniform_plan
 from aengine.memory import plan as page_plan
 from aengine.prefix_cache import Lease, PrefixCache
-from aengine.scheduler import PromptLookup, Scheduler
+from aengine.scheduler import DraftRow, Scheduler
 from aengine.types import FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenRules
 
 
@@ -175,18 +175,15 @@ def test_an_abort_while_waiting_finishes_at_the_next_plan() -> None:
     assert [f.handle for f in made.flush().finished] == [2]
 
 
-def test_prompt_lookup_repeats_what_followed_before() -> None:
-    drafter = PromptLookup(4, ngram=3)
-    ids = np.array([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], np.int32)
-    assert drafter.propose(ids, 10).tolist() == [4, 5, 6, 9]
-    assert drafter.propose(ids, 2).tolist() == [4, 5]
-    assert drafter.propose(ids[:7], 10).tolist() == []
-
-
 def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
     class Guess:
-        def propose(self, ids: np.ndarray, limit: int) -> np.ndarray:
-            return np.array([1, 1, 1][:limit], np.int32)
+        rows_max = 2
+
+        def propose(self, rows: list[DraftRow], others: int, room: int) -> list[np.ndarray]:
+            return [np.array([1, 1, 1], np.int32) for _ in rows]
+
+        def observe(self, plan: StepPlan, result: StepResult) -> None:
+            assert plan.step == result.step
 
     made = Scheduler(
         PrefixCache(Pool(uniform_plan(50, 16))), max_seqs=2, budget_tokens=64, max_tokens=128, drafter=Guess()
@@ -200,7 +197,9 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
     assert list(outputs.tokens) == [1, 1, 5]
     assert made.columns.scheduled[0] == made.columns.computed[0] == 13
     assert made.columns.known[0] == 14
-    assert made.stats().accepted_tokens == 2
+    stats = made.stats()
+    assert (stats.drafts, stats.drafted_tokens, stats.accepted_tokens) == (1, 3, 2)
+    assert stats.accepted_by_position == (1, 1, 0)
 
 
 @pytest.mark.parametrize("rows", [64, 1024])
