@@ -4,7 +4,8 @@ Owns: compiling off the loop, the cache of compiled grammars, the limits of both
 Does not know: tokens' meaning, scheduling, HTTP.
 Invariants: the loop never compiles and never makes a mask. What a grammar may cost is bounded: its length, its size
 once compiled, the seconds until it is refused, the work of one mask. A matcher is used by one thread at a time: the
-core waits for masks. Compiled grammars are never advanced, only copied.
+core waits for masks. Compiled grammars are never advanced, only copied. Copies share the lexer that they were copied
+from, and its lock: masks of one family come one after the other, so a grammar is compiled once for each mask thread.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +27,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from aengine.engine.schema_check import checked_lark, checked_schema
 from aengine.engine.schema_place import place_of
 from aengine.errors import (
     NOTHING_FOLLOWS,
@@ -40,7 +44,11 @@ MAX_CHOICES = 16_384
 COMPILE_S = 1.5
 CACHED = 64
 COMPILE_THREADS = 2
-MASK_THREADS = 2  # beside the thread that waits for them; 100 masks take about 2 ms on one
+# Beside the thread that waits for them; 100 masks take about 2 ms on one, 12 ms where all are dear.
+MASK_THREADS = max(2, min(4, (os.cpu_count() or 1) // 4))
+FAMILIES_S = 0.1  # a grammar that takes long to compile gets no more families behind this
+Families = tuple[LLMatcher, ...]
+"""The same grammar, compiled several times."""
 # One mask: at most about 15 ms of lexing and 5 ms of parsing. A lexer state takes up to 2 kB. Accepting a token parses
 # on the loop: with ten times the items an ambiguous grammar took 90 ms of it for each of its tokens.
 _MAX_LEXER_STATES, _STEP_LEXER_FUEL, _STEP_MAX_ITEMS = 50_000, 200_000, 5_000
@@ -54,17 +62,18 @@ _JSON_FORM: Any = {
 }
 # The library reads only objects; these say the same.
 _BOOLEANS = {"true": "{}", "false": '{"enum": []}'}
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _STUCK = "NoExtensionBias"  # the text may not end here, and no token continues it
 _LIMITS = ("too big", "too complex", "too large", "too many", "limit", "max is")  # words of the library's refusals
+_OUTSIDE = re.compile(r"Token range (?:start|end) too large: (\d+)")
 _ENDS = ("NoExtension", _STUCK, "EndOfSentence")
 
 
 class GrammarMatcher:
     """The `Matcher` of the scheduler on llguidance."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, family: int = 0) -> None:
         self.matcher = matcher
+        self.family = family
 
     @property
     def ended(self) -> bool:
@@ -93,11 +102,12 @@ class Grammars:
         self._read_vocabulary = vocabulary
         self._vocabulary: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
-        self._compiling: dict[bytes, asyncio.Future[LLMatcher]] = {}
+        self._compiled: OrderedDict[bytes, Families] = OrderedDict()
+        self._compiling: dict[bytes, asyncio.Future[Families]] = {}
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="aengine-grammar")
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="aengine-masks")
         self._executor = LLExecutor(MASK_THREADS)
+        self._turn = 0  # the family of the next matcher
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -125,12 +135,12 @@ class Grammars:
             raise GrammarTooComplex(f"the grammar took more than {COMPILE_S:g} s to compile", param="grammar") from None
         self._store(digest, compiled)
 
-    def _keep(self, digest: bytes, done: asyncio.Future[LLMatcher]) -> None:
+    def _keep(self, digest: bytes, done: asyncio.Future[Families]) -> None:
         del self._compiling[digest]
         if not done.cancelled() and done.exception() is None:
             self._store(digest, done.result())
 
-    def _store(self, digest: bytes, compiled: LLMatcher) -> None:
+    def _store(self, digest: bytes, compiled: Families) -> None:
         self._compiled[digest] = compiled
         self._compiled.move_to_end(digest)
         while len(self._compiled) > CACHED:
@@ -146,31 +156,39 @@ class Grammars:
                     raise NotSupported(message[:300]) from error
             return self._vocabulary
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        source = _translated(grammar)
-        matcher = self._matcher(source)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first one is the dearest
-        if matcher.is_error():
-            raise self._refusal(grammar, matcher.get_error())
-        return matcher
+    def _compile(self, grammar: Grammar) -> Families:
+        source, began_s = _translated(grammar), time.monotonic()
+        families: list[LLMatcher] = []
+        while len(families) < MASK_THREADS and (not families or time.monotonic() - began_s < FAMILIES_S):
+            matcher = self._matcher(source)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the first one is the dearest
+            if matcher.is_error():
+                raise self._refusal(grammar, matcher.get_error())
+            families.append(matcher)
+        return tuple(families)
 
     def _matcher(self, source: str) -> LLMatcher:
         limits = LLParserLimits(
             step_lexer_fuel=_STEP_LEXER_FUEL,
             step_max_items=_STEP_MAX_ITEMS,
+            max_items_in_row=_STEP_MAX_ITEMS,
             max_lexer_states=_MAX_LEXER_STATES,
             verbose_errors=False,
         )
         return LLMatcher(self._ready(), source, log_level=0, limits=limits)
 
     def _refusal(self, grammar: Grammar, message: str) -> InvalidRequest:
+        if outside := _OUTSIDE.search(message):
+            size = self._ready().vocab_size
+            message = f"the grammar names token id {outside[1]}, not in [0, {size})"
+            return InvalidGrammar(message, param="grammar")
         first = _shown(message)
         if _is_limit(message):
             return GrammarTooComplex(f"{TOO_COMPLEX}: {first}", param="grammar")
         place = ""
         if grammar.kind == "json_schema":
-            place = place_of(json.loads(grammar.source), message, self._schema_error)
+            place = place_of(json.loads(checked_schema(grammar.source)), message, self._schema_error)
         return InvalidGrammar(f"{place}: {first}" if place else first, param="grammar", place=place)
 
     def _schema_error(self, schema: Any) -> str:
@@ -183,7 +201,9 @@ class Grammars:
         compiled = self._compiled.get(_digest(grammar))
         if compiled is None:
             raise InvalidRequest("the grammar was not prepared: await engine.prepare(sampling) first", param="grammar")
-        return [GrammarMatcher(compiled.deep_copy()) for _ in range(count)]
+        turns = range(self._turn, self._turn + count)
+        self._turn += count
+        return [GrammarMatcher(compiled[turn % len(compiled)].deep_copy(), turn % MASK_THREADS) for turn in turns]
 
     async def make_masks(self, matchers: Sequence[Any]) -> Int32s:
         """int32 [n, W] as in `Choices`, of n GrammarMatchers."""
@@ -191,7 +211,8 @@ class Grammars:
 
     def _fill(self, matchers: Sequence[GrammarMatcher]) -> Int32s:
         masks = np.zeros((len(matchers), -(-self._ready().vocab_size // 32)), np.int32)
-        fill_next_token_bitmask_par(self._executor, [(one.matcher, i) for i, one in enumerate(matchers)], masks)
+        work = sorted(enumerate(matchers), key=lambda row: row[1].family)  # each thread begins with a part of this
+        fill_next_token_bitmask_par(self._executor, [(one.matcher, row) for row, one in work], masks)
         return masks
 
 
@@ -213,42 +234,14 @@ def _translated(grammar: Grammar) -> str:
         case "json_object":
             return _schema_grammar('{"type": "object"}')
         case "json_schema":
-            _check_json(grammar.source)
-            return _schema_grammar(grammar.source)
+            return _schema_grammar(checked_schema(grammar.source))
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, _choices(grammar.source))))
         case "lark":
-            return LLMatcher.grammar_from_lark(_as_lark(grammar.source))
+            return LLMatcher.grammar_from_lark(checked_lark(_as_lark(grammar.source)))
     raise InvalidGrammar(f"no grammar is of kind {grammar.kind[:40]!r}", param="grammar")
-
-
-def _check_json(source: str) -> None:
-    try:
-        schema = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise InvalidGrammar(f"the schema is not JSON that can be read: {error}"[:300], param="grammar") from None
-    if not isinstance(schema, dict | bool):
-        raise InvalidGrammar("the schema is neither a JSON object nor true or false", param="grammar")
-    _check_bounds(schema)
-
-
-def _check_bounds(schema: Any) -> None:
-    """The library takes larger bounds for the largest integer that it has."""
-    left = [("$", schema)]
-    while left:
-        place, part = left.pop()
-        if isinstance(part, list):
-            left += [(f"{place}[{index}]", child) for index, child in enumerate(part)]
-        elif isinstance(part, dict):
-            types = part.get("type")
-            for name in _BOUNDS if types == "integer" or (isinstance(types, list) and "integer" in types) else ():
-                bound = part.get(name)
-                if isinstance(bound, int | float) and not -(2**63) <= bound < 2**63:
-                    message = f"{place}.{name} is {str(bound)[:30]}; bounds of integers have at most 64 bits"
-                    raise InvalidGrammar(message, param="grammar", place=f"{place}.{name}")
-            left += [(f"{place}.{key}", child) for key, child in part.items() if key not in ("enum", "const")]
 
 
 def _schema_grammar(source: str) -> str:

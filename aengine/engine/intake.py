@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads choice numbers over the seeds
 _MASK = (1 << 64) - 1
+_RULES = ("allowed_token_ids", "bad_words", "logit_bias")
 
 
 class Intake:
@@ -77,6 +78,10 @@ class Intake:
             wanted = getattr(sampling, name)
             if wanted is not None and wanted > self._config.max_logprobs:
                 raise InvalidRequest(f"{name} is {wanted}; at most {self._config.max_logprobs} are allowed", param=name)
+        for name in _RULES if self._config.device.device == "sim" else ():
+            if getattr(sampling, name):
+                message = f"{name}: the simulated device draws every token alike and cannot honour it"
+                raise InvalidRequest(message, param=name)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(sampling, name) or ():
                 if not 0 <= token < self._model.vocab_size:

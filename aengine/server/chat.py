@@ -27,6 +27,7 @@ from aengine.server.sampling import chat_sampling, renamed
 from aengine.server.schemas import ChatBody, GenerationBody
 from aengine.server.sse import stream_job
 from aengine.server.structured import as_sent
+from aengine.server.tool_faults import tool_fault
 from aengine.server.tools import knows_tools
 
 
@@ -95,7 +96,7 @@ async def start_chat(request: web.Request, body: ChatBody, prefix: str) -> Start
         )
     except InvalidRequest as error:
         if form.use.forced and error.param == "grammar":
-            error.param, error.message = "tools", f"tools cannot be enforced: {error.message}"
+            raise await tool_fault(engine, body.tools or (), form.use.offered, error) from None
         raise as_sent(error, body) from None
     job.thoughts = form.thoughts(job.choices, prompt.ids, engine.text)
     return StartedChat(job, parsers)

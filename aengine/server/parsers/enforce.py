@@ -51,7 +51,7 @@ def tool_grammar(
     for i, tool in enumerate(tools):
         before, after = (_literal(text, token_ids) for text in format.written(tool.name))
         lines.append(f"{start}_{i}: {before} {start}_{i}_arguments {after}".rstrip())
-        lines.append(f"{start}_{i}_arguments: %json {json.dumps(_arguments(tool))}")
+        lines.append(f"{start}_{i}_arguments: %json {json.dumps(arguments_schema(tool))}")
     return "\n".join(lines)
 
 
@@ -135,7 +135,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _arguments(tool: Tool) -> dict[str, Any]:
+def arguments_schema(tool: Tool) -> dict[str, Any]:
     """The schema of a call's arguments, always an object, written as templates write JSON."""
     schema = declared_only(tool.parameters) or {"properties": {}, "additionalProperties": False}
     if not any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf")):
