@@ -42,6 +42,7 @@ async def test_a_blocked_loop_is_seen_from_outside(sim: Sim, caplog: pytest.LogC
         def ask() -> None:
             wait_until(lambda: not made.health().ok)
             seen.append(made.health())
+            wait_until(lambda: any("block_the_loop" in record.message for record in caplog.records))
 
         asker = threading.Thread(target=ask)
         await turns()
