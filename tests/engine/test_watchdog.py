@@ -17,7 +17,7 @@ from aengine.metrics import Metrics
 from aengine.runner.sim import SimExecutor
 from tests.engine.conftest import Sim, engine
 from tests.engine.test_engine import GREEDY, last
-from tests.waiting import DEADLINE_S, until, wait_until
+from tests.waiting import DEADLINE_S, turns, until, wait_until
 
 
 def faults(metrics: Metrics) -> dict[str, int]:
@@ -27,6 +27,7 @@ def faults(metrics: Metrics) -> dict[str, int]:
 
 
 def block_the_loop(thread: threading.Thread) -> None:
+    thread.start()
     thread.join()
 
 
@@ -41,9 +42,10 @@ async def test_a_blocked_loop_is_seen_from_outside(sim: Sim, caplog: pytest.LogC
         def ask() -> None:
             wait_until(lambda: not made.health().ok)
             seen.append(made.health())
+            wait_until(lambda: any("block_the_loop" in record.message for record in caplog.records))
 
         asker = threading.Thread(target=ask)
-        asker.start()
+        await turns()
         block_the_loop(asker)
         await until(lambda: made.health().ok)
         await until(lambda: any("turns again" in record.message for record in caplog.records))

@@ -271,8 +271,11 @@ def test_hostile_texts_take_linear_time(text):
             took_s.append(time.process_time() - start)
         return min(took_s)
 
+    end = "</function>" if text.endswith("</function>") else ""
     out = parse([text], format=QWEN)
-    assert least_s(text) < 4 * 8 * (least_s(text[: len(text) // 8]) + 1e-3)  # 64 times as much if it were quadratic
+    assert least_s(text) < 4 * 8 * (
+        least_s(text[: len(text) // 8] + end) + 1e-3
+    )  # 64 times as much if it were quadratic
     assert [entry[0] for entry in out] == ["call" if text.endswith("</function>") else "text"]
 
 
