@@ -5,7 +5,8 @@ Does not know: sampling (greedy only), chat, limits; it is a measuring aid, not 
 Invariants: a step runs in a worker thread, so that the loop is as free as the pipeline lets it be; a client that leaves
 ends its request.
 
-    python bench/openvino_front.py FOLDER PORT [--cache-gb 2] [--max-num-seqs 64] [--max-batched-tokens 512] [--lookup 5]
+    python bench/openvino_front.py FOLDER PORT [--cache-gb 2] [--max-num-seqs 64] [--max-batched-tokens 512]
+        [--lookup 5]
 
 `--lookup N`: up to N tokens a step are guessed from the text so far (the pipeline's prompt lookup) and checked.
 
