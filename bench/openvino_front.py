@@ -6,6 +6,9 @@ Invariants: a step runs in a worker thread, so that the loop is as free as the p
 ends its request.
 
     python bench/openvino_front.py FOLDER PORT [--cache-gb 2] [--max-num-seqs 64] [--max-batched-tokens 512]
+        [--lookup 5]
+
+`--lookup N`: up to N tokens a step are guessed from the text so far (the pipeline's prompt lookup) and checked.
 
 Runs in an environment with openvino-genai, tokenizers and aiohttp; nothing of aengine is imported. FOLDER is an
 OpenVINO export that has tokenizer.json beside it.
@@ -39,7 +42,9 @@ class Engine:
         scheduler.enable_prefix_caching = True
         scheduler.dynamic_split_fuse = True
         self.tokenizer = Tokenizer.from_file(str(Path(args.folder) / "tokenizer.json"))
-        self.pipeline = openvino_genai.ContinuousBatchingPipeline(args.folder, scheduler, "CPU")
+        self.lookup, self.ngram = args.lookup, args.lookup_ngram
+        more = {"prompt_lookup": True} if args.lookup else {}
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(args.folder, scheduler, "CPU", more)
         self.ids = itertools.count()
         self.handles: dict[int, tuple[Any, Tokens]] = {}
         self.waiting: list[tuple[int, list[int], Any, Tokens]] = []
@@ -51,6 +56,8 @@ class Engine:
         config.max_new_tokens = max_tokens
         config.ignore_eos = ignore_eos
         config.do_sample = False
+        if self.lookup:
+            config.num_assistant_tokens, config.max_ngram_size = self.lookup, self.ngram
         number, tokens = next(self.ids), Tokens()
         self.waiting.append((number, prompt, config, tokens))
         self.wake.set()
@@ -120,6 +127,8 @@ async def main() -> None:
     parser.add_argument("--cache-gb", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-batched-tokens", type=int, default=512)
+    parser.add_argument("--lookup", type=int, default=0, help="tokens guessed a step; 0: none")
+    parser.add_argument("--lookup-ngram", type=int, default=3, help="tokens that must agree before a guess, at most")
     args = parser.parse_args()
     engine = Engine(args)
 
