@@ -160,9 +160,11 @@ class SteadyRows:
         due: Int64s = (plan.starts >= self._due).nonzero()[0]
         return due
 
-    def told(self, due: Int64s) -> None:
-        """The cache has heard of them and said when it wants to hear of them again."""
-        self._due[due] = self._columns.commit_at[self.slots[due]] - 1
+    def told(self, due: Int64s, slots: Int64s, at: list[int]) -> None:
+        """The cache has heard of them, which are in `slots`, and wants to again when at[i] positions are computed."""
+        commit_at = np.array(at, np.int32)
+        self._columns.commit_at[slots] = commit_at
+        self._due[due] = commit_at - 1
 
 
 def steady_step(scheduler: Scheduler) -> SteadyRows | None:
