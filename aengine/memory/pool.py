@@ -317,8 +317,7 @@ class Pool:
         """Name those live pages of a group that have no name yet, as `publish` does; returns those that got one."""
         names, named = self.names[index], []
         for page, key in zip(pages, keys, strict=True):
-            if page is not None and page.key is None and key not in names:
-                names[key] = page
+            if page is not None and page.key is None and names.setdefault(key, page) is page:
                 page.key = key
                 named.append(page)
         return named

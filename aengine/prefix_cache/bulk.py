@@ -75,6 +75,33 @@ def _extend_rows(rule: PositionalRules, leases: Sequence[Lease], pages: Sequence
     return columns
 
 
+class Cohort:
+    """Leases of a cache with one group whose next positions all begin a page: they do so again and again, as long as
+    they advance together."""
+
+    def __init__(self, pool: Pool, rule: PositionalRules, leases: Sequence[Lease]) -> None:
+        self._pool = pool
+        self._rule = rule
+        self._need = (len(leases),)
+        self._pairs = [(lease, lease.holds[rule.index]) for lease in leases]
+
+    def grow(self) -> list[int] | None:
+        """A page more for each: their ids; None: pages are short. As `grow_rows`."""
+        taken = self._pool.try_take(self._need)
+        if taken is None:
+            return None
+        size, ids = self._rule.page, []
+        for (lease, run), page in zip(self._pairs, taken[0], strict=True):
+            held = run.pages
+            page.holder, page.index = lease.serial, len(held)
+            held.append(page)
+            run.sent = at = len(held)
+            lease.tokens_ready = lease.capacity_tokens + 1
+            lease.capacity_tokens = at * size
+            ids.append(page.id)
+        return ids
+
+
 def next_commit(serial: int, computed: int, page_tokens: int) -> int:
     """When a row of the usual model should publish again: after PUBLISH_PAGES pages, not all rows in the same step."""
     stride = PUBLISH_PAGES * page_tokens

@@ -20,7 +20,7 @@ from aengine.memory.compaction import compact
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.audit import audit
-from aengine.prefix_cache.bulk import NEVER, RowParts, grow_rows, next_commit
+from aengine.prefix_cache.bulk import NEVER, Cohort, RowParts, grow_rows, next_commit
 from aengine.prefix_cache.items import ItemRules
 from aengine.prefix_cache.journal import Journal
 from aengine.prefix_cache.keys import MediaItem, TokenChain
@@ -209,6 +209,15 @@ class PrefixCache:
         """`grow` of many rows by one position each, starts[i] of leases[i], with everything before it launched and the
         prompt behind. Pages for all of them, or None and nothing is changed. Publishes nothing: `commit` does."""
         return grow_rows(self.pool, self._positional, leases, starts)
+
+    @property
+    def cohort_tokens(self) -> int:
+        """Positions after which rows that cross a page together do so again; 0: they need not."""
+        return self._unit if self._solo else 0
+
+    def cohort(self, leases: Sequence[Lease]) -> Cohort:
+        """Leases that `grow_rows` could grow together; only with `cohort_tokens`."""
+        return Cohort(self.pool, self._positional[0], leases)
 
     def _grow_one(self, lease: Lease, frontier: int, upto: int, step: int) -> Grown:
         """`grow` of at most one page of the only group: every decode row goes this way once a page."""

@@ -97,8 +97,9 @@ class TokenChain:
         if self._media or self._key_bytes != 32 or sys.byteorder == "big":
             self._extend_general(first, pages)
             return digests
-        step, last, data, append = self.page_tokens * 4, self._last, self._bytes, digests.append
-        for at in range(first * step, pages * step, step):
+        step, last, append = self.page_tokens * 4, self._last, digests.append
+        data = self._bytes[first * step : pages * step].tobytes()
+        for at in range(0, len(data), step):
             last = sha256(last + data[at : at + step]).digest()
             append(last)
         self._last = last

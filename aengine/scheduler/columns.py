@@ -19,9 +19,12 @@ STOP_COLUMNS = 4  # stop ids compared in NumPy; a request with more is checked i
 
 
 class Columns:
-    """One entry per slot; `tokens` int32 [slots, max_tokens] is lazily touched virtual memory."""
+    """One entry per slot; `tokens` int32 [slots, max_tokens] is lazily touched virtual memory.
 
-    def __init__(self, slots: int, max_tokens: int) -> None:
+    `stride`: see SteadyRows.
+    """
+
+    def __init__(self, slots: int, max_tokens: int, stride: int = 0) -> None:
         self.tokens = np.zeros((slots, max_tokens), np.int32)
         self.flat = self.tokens.reshape(-1)  # the same memory: one index is cheaper than two
         self.base = np.arange(slots, dtype=np.int64) * max_tokens
@@ -48,6 +51,7 @@ class Columns:
         self.running = 0
         self.active = np.zeros(slots, np.int32)  # 1 where somebody runs
         self.even = 0  # in so many steps to come all running rows can decode; 0: it is not known
+        self.stride = stride
         self.steady: SteadyRows | None = None
         self.drafting = np.zeros(slots, np.bool_)  # a draft row is in flight: its length is unknown until it retires
 
@@ -100,7 +104,7 @@ class Columns:
             scheduled = plan.starts + 1
             self.scheduled[slots] = scheduled
             self.expected[slots] = scheduled + 1
-            self.steady = SteadyRows(self, plan) if self.even and not len(plan.deferred) else None
+            self.steady = SteadyRows(self, plan, self.stride) if self.even and not len(plan.deferred) else None
             return
         self.disturb()
         self.scheduled[slots] = plan.starts + plan.counts

@@ -127,8 +127,12 @@ def _commit_steady(scheduler: Scheduler, steady: SteadyRows, plan: StepPlan, res
         ended += _ending(scheduler, int(plan.slots[i]), int(tokens[i]))
     due = steady.due(plan)
     if len(due):
-        _publish(scheduler, plan.slots[due], plan.starts[due] + 1)
-        steady.told(due)
+        slots, done, cache = plan.slots[due], (plan.starts[due] + 1).tolist(), scheduler.cache
+        at = []
+        for lease, computed in zip(scheduler.leases(slots), done, strict=True):
+            cache.commit(lease, computed, computed + 1, steady.launched)
+            at.append(cache.next_commit(lease, computed))
+        steady.told(due, slots, at)
     return ended
 
 

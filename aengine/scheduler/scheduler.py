@@ -81,7 +81,7 @@ class Scheduler:
         step_s: float = 0.0,
     ) -> None:
         self.cache = cache
-        self.columns = Columns(max_seqs, max_tokens)
+        self.columns = Columns(max_seqs, max_tokens, cache.cohort_tokens)
         self.waiting = WaitingRoom()
         self.outputs = OutputBuilder()
         self.retired = 0

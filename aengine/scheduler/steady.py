@@ -24,12 +24,38 @@ if TYPE_CHECKING:
     from aengine.scheduler.scheduler import Scheduler
 
 _NO_IDS = np.zeros(0, np.int32)
+NEVER = 2**62
+
+
+class Lane:
+    """Rows that cross a page in the same steps."""
+
+    def __init__(self, scheduler: Scheduler, slots: Int64s) -> None:
+        cache, count = scheduler.cache, len(slots)
+        self._slots = slots
+        self._cohort = cache.cohort(scheduler.leases(slots))
+        self._capacity = scheduler.columns.capacity[slots]
+        self._stride = np.full(count, cache.cohort_tokens, np.int32)
+        self._columns = self._capacity.astype(np.int64) // cache.cohort_tokens
+        self._next = np.ones(count, np.int64)
+
+    def grow(self, scheduler: Scheduler) -> bool:
+        """A page for each row, all of which have none left; False: pages are short."""
+        pages = self._cohort.grow()
+        if pages is None:
+            return False
+        scheduler.tables.append(TableDelta(0, self._slots, self._columns, np.array(pages, np.int32)))
+        self._columns = self._columns + self._next
+        np.add(self._capacity, self._stride, self._capacity)
+        scheduler.columns.capacity[self._slots] = self._capacity
+        return True
 
 
 class SteadyRows:
-    """Begun by a plan that had all running rows. `launched`, `committed`: the newest steps of which that is true."""
+    """Begun by a plan that had all running rows. `stride`: positions from one page border to the next, the same for all
+    rows; or 0, if there is no such number. `launched`, `committed`: the newest steps of which that is true."""
 
-    def __init__(self, columns: Columns, plan: StepPlan) -> None:
+    def __init__(self, columns: Columns, plan: StepPlan, stride: int) -> None:
         rows = len(plan.slots)
         self.since = self.launched = plan.step
         self.committed = plan.step - 1
@@ -38,18 +64,39 @@ class SteadyRows:
         self._columns = columns
         self._ones = columns.ones[:rows]
         self._capacity = columns.capacity[plan.slots]
+        self._stride = stride
+        self._unseen = stride or NEVER  # in so many steps every row will have crossed a page
+        self._lanes: dict[int, Int64s | Lane] = {}  # by the step in which they cross next; slots only, till then
 
     def grow(self, scheduler: Scheduler) -> bool:
         """Make the next position of every row writable; False when that has to be done row by row."""
         starts = self.starts + self._ones
+        grown = self._grow_lane(scheduler) if self._unseen == 0 else self._grow_crossing(scheduler, starts)
+        if grown:
+            self.starts = starts
+        return grown
+
+    def _grow_crossing(self, scheduler: Scheduler, starts: Int32s) -> bool:
         crossing = (starts >= self._capacity).nonzero()[0]
-        if len(crossing):
-            slots = self.slots[crossing]
-            if not grow_together(scheduler, slots, starts[crossing]):
-                return False
-            self._capacity[crossing] = self._columns.capacity[slots]
-        self.starts = starts
+        self._unseen -= 1
+        if not len(crossing):
+            return True
+        slots = self.slots[crossing]
+        if not grow_together(scheduler, slots, starts[crossing]):
+            return False
+        self._capacity[crossing] = self._columns.capacity[slots]
+        if self._stride:
+            self._lanes[self.step + self._stride] = slots
         return True
+
+    def _grow_lane(self, scheduler: Scheduler) -> bool:
+        lane = self._lanes.pop(self.step, None)
+        if lane is None:
+            return True
+        if not isinstance(lane, Lane):
+            lane = Lane(scheduler, lane)
+        self._lanes[self.step + self._stride] = lane
+        return lane.grow(scheduler)
 
     def build(
         self,
@@ -113,9 +160,11 @@ class SteadyRows:
         due: Int64s = (plan.starts >= self._due).nonzero()[0]
         return due
 
-    def told(self, due: Int64s) -> None:
-        """The cache has heard of them and said when it wants to hear of them again."""
-        self._due[due] = self._columns.commit_at[self.slots[due]] - 1
+    def told(self, due: Int64s, slots: Int64s, at: list[int]) -> None:
+        """The cache has heard of them, which are in `slots`, and wants to again when at[i] positions are computed."""
+        commit_at = np.array(at, np.int32)
+        self._columns.commit_at[slots] = commit_at
+        self._due[due] = commit_at - 1
 
 
 def steady_step(scheduler: Scheduler) -> SteadyRows | None:

@@ -278,3 +278,59 @@ def test_what_is_known_to_be_ready_is_what_looking_would_find() -> None:
         if plan is not None and made.in_flight > turn % 2:
             made.commit(result(made._in_flight[0], int(chance.integers(1, 6))))
     assert spared > 100
+
+
+def test_steady_rows_plan_and_account_as_looking_would() -> None:
+    """Two schedulers get the same calls, one of them is made to look every time: arrivals, aborts, stop tokens, failed
+    rows, pools that run short, results that come late."""
+    spared = 0
+    for seed, depth in enumerate((0, 1, 2, 1)):
+        twins = [scheduler(pages=(30, 60, 60, 200)[seed], max_seqs=6) for _ in range(2)]
+        chance = np.random.default_rng(seed)
+        handle = 0
+        for turn in range(300):
+            if turn % 37 == 0:
+                handle += 1
+                asked = request(handle, int(chance.integers(1, 40)), int(chance.integers(20, 90)))
+                for made in twins:
+                    made.submit(asked)
+            if turn % 97 == 96 and twins[0].oldest() is not None:
+                for made in twins:
+                    made.abort(made.oldest() or 0)
+            spared += twins[0].columns.steady is not None
+            twins[1].columns.steady = None
+            plans = [made.plan() for made in twins]
+            assert_same(*plans)
+            if plans[0] is not None and twins[0].in_flight > depth:
+                token = int(chance.integers(1, 40))
+                told = []
+                for made in twins:
+                    answer = result(made._in_flight[0], token)
+                    if turn % 71 == 70 and len(answer.counts):
+                        answer = msgspec.structs.replace(answer, failed={0: "planted"})
+                    told.append(made.commit(answer))
+                assert_same(*told)
+                for name in ("known", "computed", "scheduled", "expected", "capacity", "commit_at", "last_step"):
+                    one, other = (getattr(made.columns, name)[made.order] for made in twins)
+                    assert one.tolist() == other.tolist(), name
+                twins[0].cache.check()
+    assert spared > 300
+
+
+def assert_same(one: object, other: object) -> None:
+    """The same fields, arrays and structures within included."""
+    if isinstance(one, np.ndarray):
+        assert isinstance(other, np.ndarray)
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+    elif isinstance(one, msgspec.Struct):
+        assert type(one) is type(other)
+        for name in one.__struct_fields__:
+            assert_same(getattr(one, name), getattr(other, name))
+    elif isinstance(one, (list, tuple)):
+        assert isinstance(other, (list, tuple))
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other
