@@ -1,4 +1,4 @@
-"""Claim: drafts copied from a text's own repetitions speed up texts that repeat themselves, and cost others 3 % at most.
+"""Claim: drafts copied from a text's own repetitions speed up texts that repeat themselves, others lose 3 % at most.
 
 Two engines in one process, one with speculation, one without, answer the same prompts in turn (A B, B A, …), which
 are in both prefix caches before. A figure is the median of paired ratios of wall time; tokens must be the same.
@@ -30,12 +30,12 @@ from aengine.models.store import resolve
 
 TEXT = (
     "The river Alda rises in the northern hills and flows south for two hundred miles. In spring it carries melted "
-    "snow, and the towns along it build low walls of sand. The largest town, Marsholm, has a stone bridge with nine arches, "
-    "which was built in 1702 and rebuilt in 1911. The bridge is the only crossing for thirty miles, so the market of "
-    "Marsholm draws farmers from both sides. "
+    "snow, and the towns along it build low walls of sand. The largest town, Marsholm, has a stone bridge with nine "
+    "arches, which was built in 1702 and rebuilt in 1911. The bridge is the only crossing for thirty miles, so the "
+    "market of Marsholm draws farmers from both sides. "
 )
 QUESTIONS = {
-    "code": ("Write a Python class Stack with push, pop, peek and is_empty.", "Write HTML for a table of three rows."),
+    "code": ("Write a Python class Stack with push, pop and peek.", "Write HTML for a table of three rows."),
     "summary": (f"Summarise this text:\n\n{TEXT}", f"Repeat this text without mistakes:\n\n{TEXT}"),
     "list": ("List twenty animals with one fact each.", "Give me ten tips for learning to cook."),
     "story": ("Tell me a story about a lighthouse keeper.", "Tell me a story about a dragon who fears fire."),

@@ -19,7 +19,9 @@ from aengine.scheduler.step_costs import StepCosts
 from aengine.types import Int32s, StepPlan, StepResult
 
 ROWS_MAX = 32  # with more rows steps are bound by arithmetic, and looking at each costs more than it can give
-GAIN = 1.03  # to be waited for, drafts must promise so many times the tokens a second: estimates err
+WAIT_GAIN = 1.15  # to be waited for, drafts must promise so many times the tokens a second: what the host does in
+# between takes time from others, too, which nothing measures
+GAIN = 1.05  # the same of drafts that need no waiting: estimates err
 CHANCE_MIN = 0.5  # of a draft, while nothing is known of what steps cost
 CHANCE_LEAST = 0.05  # no draft is worth less
 
@@ -76,12 +78,12 @@ class PromptLookup:
         """The tokens in flight have to be as predicted before drafts can follow them."""
         chances = [self._chances(row) for row in rows]
         room = len(rows) * self._most_tokens
-        self._waited = bool(self._choose(chances, len(rows) + others, room, self.costs.wait_s, GAIN))
+        self._waited = bool(self._choose(chances, len(rows) + others, room, self.costs.wait_s, WAIT_GAIN))
         return self._waited
 
     def propose(self, rows: Sequence[DraftRow], others: int, room: int) -> Sequence[Int32s]:
         chances = [self._chances(row) for row in rows]
-        chosen = self._choose(chances, len(rows) + others, room, 0.0, 1.0)
+        chosen = self._choose(chances, len(rows) + others, room, 0.0, GAIN)
         counts = [0] * len(rows)
         for row in chosen:
             counts[row] += 1

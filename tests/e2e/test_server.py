@@ -58,6 +58,20 @@ def test_start_up_tells_phases_and_memory_in_few_lines(server: Server) -> None:
     assert 1 <= len(logged) <= 15
 
 
+def test_several_tokens_of_one_step_stream_with_their_log_probabilities(client: openai.OpenAI) -> None:
+    """A text that repeats itself, so that drafts are accepted; each chunk tells of all its tokens."""
+    asked: Any = {"model": "smollm2-135m", "prompt": " red green blue" * 12, "max_tokens": 48, "temperature": 0}
+    whole = client.completions.create(**asked, logprobs=1)
+    chunks = list(client.completions.create(**asked, logprobs=1, stream=True, stream_options={"include_usage": True}))
+    parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(part.text for part in parts) == whole.choices[0].text
+    told = [token for part in parts if part.logprobs for token in part.logprobs.tokens or []]
+    assert whole.choices[0].logprobs is not None
+    assert told == whole.choices[0].logprobs.tokens
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(told) == 48
+
+
 def test_openai_chat_streamed_equals_not_streamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="smollm2-135m", messages=MESSAGES, max_tokens=24, temperature=0)
     chunks = list(
