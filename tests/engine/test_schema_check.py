@@ -1,4 +1,4 @@
-"""Schemas as they reach the grammar library: counts, bounds, objects with many optional properties, grammars' tokens."""
+"""Schemas as they reach the grammar library: counts, bounds, many optional properties, and grammars' tokens."""
 
 import json
 from functools import partial
