@@ -1,8 +1,9 @@
 """From a step plan to the tensors of one step.
 
-Owns: the copy of a plan's values that goes to the stream, and the arithmetic of ragged rows.
+Owns: the staging sets that carry a plan's values to the stream, and the arithmetic of ragged rows.
 Does not know: models, sampling, what the rows are for.
-Invariants: what was staged shares no memory with the plan. The columns of a step are one block, copied by one call.
+Invariants: a staging set is written by one launch and not again until that step has run. With depth + 2 sets there is
+always a free one; running out is a fault of the caller, never a wait.
 
     counts        3        1    2
     row_offsets   0        3    4      6
@@ -13,18 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aengine.types import Bools, Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A plan's values; columns as in StepPlan. `block` int32 [5, R] holds the first four and, as 0 or 1, `relay`."""
+    """A plan's values in a staging set; columns as in StepPlan."""
 
     step: int
-    block: Int32s
     slots: Int32s
     starts: Int32s
     counts: Int32s
@@ -38,21 +40,57 @@ class Staged:
     moves: tuple[PageMove, ...]
     prompt_logprobs: Mapping[int, Int32s]
     deferred: Int64s
+    buffers: _Buffers
 
 
-def stage(plan: StepPlan) -> Staged:
-    columns = (plan.slots, plan.starts, plan.counts, plan.samples, plan.relay)
-    block = np.concatenate(columns, dtype=np.int32, casting="unsafe").reshape(len(columns), -1)
-    slots, starts, counts, samples, _ = block
+class _Buffers:
+    """The memory of one staging set: grows to the largest plan it has carried."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[np.generic]] = {}
+
+    def copy(self, name: str, values: Int32s | Int64s) -> Int32s:
+        held = self._arrays.get(name)
+        if held is None or len(held) < len(values):
+            held = self._arrays[name] = np.empty(max(64, 2 * len(values)), dtype=np.int32)
+        view: Int32s = held[: len(values)]  # type: ignore[assignment]  # all arrays here are int32
+        view[:] = values
+        return view
+
+
+class Staging:
+    """`sets` reusable staging sets."""
+
+    def __init__(self, sets: int) -> None:
+        self._sets = sets
+        self._free: SimpleQueue[_Buffers] = SimpleQueue()
+        for _ in range(sets):
+            self._free.put(_Buffers())
+
+    def stage(self, plan: StepPlan) -> Staged:
+        try:
+            buffers = self._free.get_nowait()
+        except Empty:
+            raise RuntimeError(f"step {plan.step}: all {self._sets} staging sets are in flight") from None
+        try:
+            return _copy(plan, buffers)
+        except BaseException:
+            self._free.put(buffers)
+            raise
+
+    def release(self, staged: Staged) -> None:
+        self._free.put(staged.buffers)
+
+
+def _copy(plan: StepPlan, buffers: _Buffers) -> Staged:
     return Staged(
         step=plan.step,
-        block=block,
-        slots=slots,
-        starts=starts,
-        counts=counts,
-        samples=samples,
-        relay=plan.relay.copy(),
-        ids=plan.ids.copy(),
+        slots=buffers.copy("slots", plan.slots),
+        starts=buffers.copy("starts", plan.starts),
+        counts=buffers.copy("counts", plan.counts),
+        samples=buffers.copy("samples", plan.samples),
+        relay=buffers.copy("relay", plan.relay.astype(np.int32)).astype(bool),
+        ids=buffers.copy("ids", plan.ids),
         tables=plan.tables,
         setups=plan.setups,
         zero=plan.zero,
@@ -60,6 +98,7 @@ def stage(plan: StepPlan) -> Staged:
         moves=plan.moves,
         prompt_logprobs={row: targets.copy() for row, targets in plan.prompt_logprobs.items()},
         deferred=plan.deferred.copy(),
+        buffers=buffers,
     )
 
 

@@ -157,9 +157,8 @@ class CapturedStep:
 
     def run(self, staged: Staged) -> StepResult | Undecided:
         """The step, once the slots' state is up to date."""
-        rows = len(staged.slots)
-        _, _, tokens, points, relayed = staged.block.sum(axis=1).tolist()
-        self._take_in(staged, rows, tokens, tokens - relayed)
+        rows, tokens, points = len(staged.slots), int(staged.counts.sum()), int(staged.samples.sum())
+        self._take_in(staged, rows, tokens)
         out = np.empty((rows, max(1, int(staged.samples.max(initial=0)))), dtype=np.int32)
         accepted = np.empty(rows, dtype=np.int32)
         self._lay_out[8] = rows
@@ -237,14 +236,19 @@ class CapturedStep:
 
         return Undecided(decide)
 
-    def _take_in(self, staged: Staged, rows: int, tokens: int, given: int) -> None:
-        """`given`: how many of the tokens come from the host; each of the others is a relay row."""
+    def _take_in(self, staged: Staged, rows: int, tokens: int) -> None:
         if rows > self._limits.rows or tokens > self._limits.tokens:
             raise ValueError(f"step {staged.step} has {rows} rows, {tokens} tokens; captured for {self._limits}")
+        at = self._columns
+        at.slots[:rows] = staged.slots
+        at.starts[:rows] = staged.starts
+        at.counts[:rows] = staged.counts
+        at.samples[:rows] = staged.samples
+        at.relayed[:rows] = staged.relay
+        given = tokens - int(staged.counts[staged.relay].sum())
         if len(staged.ids) != given:
             raise ValueError(f"step {staged.step} has {len(staged.ids)} ids for {given} tokens")
-        self._columns.plan[:, :rows] = staged.block
-        self._columns.given[:given] = staged.ids
+        at.given[:given] = staged.ids
 
     def _set_points(self, points: int, alternatives: int) -> LogprobArrays | None:
         self._sample[1] = points
@@ -320,9 +324,15 @@ class CapturedExecutor:
     @torch.inference_mode()
     def run(self, staged: Staged) -> StepResult | Undecided:
         state = self._eager.state
-        state.apply(staged)
-        sees_media = staged.media or (state.media is not None and state.media.seen_by(staged.slots.tolist()))
-        return self._eager.compute(staged) if sees_media or not len(staged.slots) else self._captured.run(staged)
+        with self._eager.releasing(staged) as release:
+            state.apply(staged)
+            if (
+                not len(staged.slots)
+                or staged.media
+                or (state.media is not None and state.media.seen_by(staged.slots.tolist()))
+            ):
+                return release(self._eager.compute(staged))
+            return release(self._captured.run(staged))
 
 
 def _zeros(*shape: int) -> Tensor:

@@ -13,9 +13,6 @@ from typing import Protocol
 
 from aengine.types import StepHandle, StepPlan
 
-Reached = Callable[[BaseException | None], None]
-"""Told of a point in a stream's work, with what the work before it raised. Must not raise, nor take long."""
-
 
 class Event(Protocol):
     """A point in a stream's work. Raises from `wait` what the work before it raised."""
@@ -33,10 +30,6 @@ class DeviceStream(Protocol):
         ...
 
     def record(self) -> Event: ...
-
-    def notify(self, reached: Reached) -> None:
-        """Call `reached`, on a thread of the stream's choice, once what was launched before has run."""
-        ...
 
     def close(self) -> None: ...
 

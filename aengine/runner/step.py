@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -19,10 +18,15 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from aengine.errors import StepFailed
-from aengine.runner.protocol import DeviceStream
+from aengine.runner.protocol import DeviceStream, Event
+from aengine.runner.stream import Waiter
 from aengine.types import Choices, StepHandle, StepPlan, StepResult
 
 Staged = TypeVar("Staged")
+
+
+def _nothing() -> None:
+    """No staging set to give back."""
 
 
 class Executor(Protocol[Staged]):
@@ -33,7 +37,8 @@ class Executor(Protocol[Staged]):
         ...
 
     def run(self, staged: Staged) -> StepResult | Launched | Undecided:
-        """Compute the step, or enqueue it. A step with deferred rows is left undecided."""
+        """Compute the step, or enqueue it, and let go of what `stage` took, whether it raises or not. A step with
+        deferred rows is left undecided, and lets go when it has been decided."""
         ...
 
 
@@ -48,9 +53,16 @@ class Launched(Protocol):
 @dataclass(frozen=True, slots=True)
 class Undecided:
     """A step whose forward was run, or enqueued, and whose deferred rows have not sampled yet. `decide` is called on
-    the stream, once, before any later step runs."""
+    the stream, once, before any later step runs; `release` behind it, whatever it raised."""
 
     decide: Callable[[Choices], StepResult | Launched]
+    release: Callable[[], None] = _nothing
+
+    def choose(self, choices: Choices) -> StepResult | Launched:
+        try:
+            return self.decide(choices)
+        finally:
+            self.release()
 
 
 @dataclass(slots=True)
@@ -63,8 +75,25 @@ class _Step:
     arrived_s: float = 0.0
 
 
+class _Arrival:
+    """An event that notes when the host saw it."""
+
+    def __init__(self, event: Event, step: _Step) -> None:
+        self._event = event
+        self._step = step
+
+    def wait(self) -> None:
+        try:
+            self._event.wait()
+        finally:
+            self._step.arrived_s = time.perf_counter()
+
+    def done(self) -> bool:
+        return self._event.done()
+
+
 class _Handle:
-    """A `StepHandle` on a future that is resolved when the stream tells of the step."""
+    """A `StepHandle` on a future that the waiter resolves."""
 
     def __init__(
         self,
@@ -108,6 +137,7 @@ class StreamRunner(Generic[Staged]):
         self._stream = stream
         self._executor = executor
         self._loop = loop
+        self._waiter = Waiter(loop)
         self._in_flight: set[asyncio.Future[StepResult]] = set()
         self._closed = False
         self._forward = (0.0, 0.0)  # beginning and seconds, of the undecided step; written and read on the stream
@@ -130,13 +160,7 @@ class StreamRunner(Generic[Staged]):
         return _Handle(step, launched=True, staged_s=staged_s)
 
     def _notify(self, step: _Step) -> None:
-        self._stream.notify(partial(self._arrived, step))
-
-    def _arrived(self, step: _Step, error: BaseException | None) -> None:
-        """On a thread of the stream."""
-        step.arrived_s = time.perf_counter()
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._resolve, step, error)
+        self._waiter.notify(_Arrival(self._stream.record(), step), partial(self._resolve, step))
 
     def _choose(self, step: _Step, choices: Choices) -> None:
         self._stream.launch(partial(self._run_choice, step, choices))
@@ -150,7 +174,7 @@ class StreamRunner(Generic[Staged]):
         started_s = time.perf_counter()
         undecided = step.results.pop()
         assert isinstance(undecided, Undecided)
-        step.results.append(_timed(undecided.decide(choices), began_s, started_s - forward_s))
+        step.results.append(_timed(undecided.choose(choices), began_s, started_s - forward_s))
 
     def _run(self, staged: Staged, step: _Step) -> None:
         began_s = time.perf_counter()
@@ -179,7 +203,7 @@ class StreamRunner(Generic[Staged]):
         future.set_exception(failed)
 
     async def close(self) -> None:
-        """Wait for launched steps, then end the stream. May be called twice."""
+        """Wait for launched steps, then end the stream and the waiter. May be called twice."""
         self._closed = True
         if self._in_flight:
             done, _ = await asyncio.wait(set(self._in_flight))
@@ -187,6 +211,7 @@ class StreamRunner(Generic[Staged]):
                 if not future.cancelled():
                     future.exception()  # seen, so that a step nobody awaited does not log on collection
         await asyncio.to_thread(self._stream.close)
+        await asyncio.to_thread(self._waiter.close)
 
 
 def _collected(step: _Step) -> StepResult:

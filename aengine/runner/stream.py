@@ -1,21 +1,21 @@
-"""A worker thread as a device stream, and the thread that waits for devices of others.
+"""A worker thread as a device stream, and the one thread that waits for devices.
 
-Owns: `ThreadStream` (launch order, where an error of the work surfaces), `Waiter` (from a blocking event to a call).
-Does not know: what the work is, torch, step plans, event loops.
-Invariants: work runs in launch order on one thread. An error surfaces in the first event or notice behind the work that
-raised it, and only there; later work still runs. A notice is given by the thread that did the work: waking another one
-to give it costs a tenth of a millisecond beside kernels that fill the cores. Nothing polls. Both queues hold at most
-what the engine keeps in flight, depth + 1 steps, so they need no bound of their own.
+Owns: `ThreadStream` (launch order, where an error of the work surfaces), `Waiter` (from a blocking event to a callback
+on the event loop).
+Does not know: what the work is, torch, step plans.
+Invariants: work runs in launch order on one thread. An error surfaces in the first event recorded after the work that
+raised it, and only there; later work still runs. Nothing polls. Both queues hold at most what the engine keeps in
+flight, depth + 1 steps, so they need no bound of their own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import SimpleQueue
 
-from aengine.runner.protocol import Event, Reached
+from aengine.runner.protocol import Event
 
 
 class _ThreadEvent:
@@ -25,7 +25,7 @@ class _ThreadEvent:
         self._reached = threading.Event()
         self._error: BaseException | None = None
 
-    def reached(self, error: BaseException | None) -> None:
+    def reach(self, error: BaseException | None) -> None:
         self._error = error
         self._reached.set()
 
@@ -38,13 +38,6 @@ class _ThreadEvent:
         return self._reached.is_set()
 
 
-@dataclass(frozen=True, slots=True)
-class _Notice:
-    """A point in a ThreadStream's work of which somebody is told."""
-
-    reached: Reached
-
-
 class ThreadStream:
     """A `DeviceStream` whose device is a thread.
 
@@ -53,7 +46,7 @@ class ThreadStream:
     """
 
     def __init__(self, *, initialise: Callable[[], None] | None = None, name: str = "aengine-stream") -> None:
-        self._queue: SimpleQueue[Callable[[], None] | _ThreadEvent | _Notice | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | _ThreadEvent | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -78,10 +71,6 @@ class ThreadStream:
         self._queue.put(event)
         return event
 
-    def notify(self, reached: Reached) -> None:
-        self._check_open()
-        self._queue.put(_Notice(reached))
-
     def close(self) -> None:
         """Run what was launched, then end the thread. May be called twice."""
         if not self._closed:
@@ -96,8 +85,8 @@ class ThreadStream:
     def _work(self) -> None:
         error: BaseException | None = None
         while (item := self._queue.get()) is not None:
-            if isinstance(item, _ThreadEvent | _Notice):
-                item.reached(error)
+            if isinstance(item, _ThreadEvent):
+                item.reach(error)
                 error = None
                 continue
             try:
@@ -108,19 +97,20 @@ class ThreadStream:
 
 
 class Waiter:
-    """One thread that blocks on the oldest event and then calls back. Events come in stream order."""
+    """One thread that blocks on the oldest event and then calls back on the loop. Events come in stream order."""
 
-    def __init__(self, *, name: str = "aengine-waiter") -> None:
-        self._queue: SimpleQueue[tuple[Event, Reached] | None] = SimpleQueue()
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, name: str = "aengine-waiter") -> None:
+        self._loop = loop
+        self._queue: SimpleQueue[tuple[Event, Callable[[BaseException | None], None]] | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def notify(self, event: Event, reached: Reached) -> None:
-        """Call `reached(error or None)`, on the waiter's thread, once `event` is reached."""
+    def notify(self, event: Event, callback: Callable[[BaseException | None], None]) -> None:
+        """Call `callback(error or None)` on the loop once `event` is reached."""
         if self._closed:
             raise RuntimeError(f"waiter {self._thread.name} is closed")
-        self._queue.put((event, reached))
+        self._queue.put((event, callback))
 
     def close(self) -> None:
         """Wait for the events that were handed in, then end the thread. May be called twice."""
@@ -131,8 +121,12 @@ class Waiter:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            event, reached = item
-            reached(_outcome(event))
+            event, callback = item
+            error = _outcome(event)
+            try:
+                self._loop.call_soon_threadsafe(callback, error)
+            except RuntimeError:  # the loop is closed: nobody is left to be told
+                continue
 
 
 def _outcome(event: Event) -> BaseException | None:

@@ -11,7 +11,8 @@ hold NaN, and a row with all tokens masked: alone, with a message. At most `LOGI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, Ops, StepBatch
-from aengine.runner.batch import SamplePoints, Staged, Tokens, lay_out, sample_points, stage
+from aengine.runner.batch import SamplePoints, Staged, Staging, Tokens, lay_out, sample_points
 from aengine.runner.logprobs import join_logprobs
 from aengine.runner.masks import Masks, masks_of
 from aengine.runner.media import SlotMedia
@@ -34,6 +35,8 @@ from aengine.types import Bools, Choices, Int32s, Int64s, Logprobs, PageMove, Sl
 LOGIT_ROWS = 256
 # Prompt logprobs sort and normalise beside their logits, so they get fewer rows: 64 x 49,152 x 4 B = 12 MiB.
 PROMPT_LOGIT_ROWS = 64
+# Steps in flight (depth + 1, depth at most 2) and one being planned.
+STAGING_SETS = 4
 
 
 class AnySampler(Protocol):
@@ -92,12 +95,14 @@ class TorchExecutor:
         move: Callable[[Sequence[PageMove]], None] | None = None,
         states: Sequence[LayerState] = (),
         sampler: AnySampler | None = None,
+        staging_sets: int = STAGING_SETS,
     ) -> None:
         self._model = model
         self._ops = ops
         self._kv = tuple(kv)
         self._states = tuple(states)
         self._device = device or torch.device("cpu")
+        self._staging = Staging(staging_sets)
         self._input_vocab = model.vocab_size
         media = None
         if isinstance(model, MediaModel):
@@ -107,12 +112,32 @@ class TorchExecutor:
         self.state = SlotState(max_num_seqs, table_columns, self._device, self._sampler, media, zero, move)
 
     def stage(self, plan: StepPlan) -> Staged:
-        return stage(plan)
+        return self._staging.stage(plan)
 
     @torch.inference_mode()
     def run(self, staged: Staged) -> StepResult | Undecided:
-        self.state.apply(staged)
-        return self.compute(staged)
+        with self.releasing(staged) as release:
+            self.state.apply(staged)
+            return release(self.compute(staged))
+
+    @contextmanager
+    def releasing(self, staged: Staged) -> Iterator[Callable[[StepResult | Undecided], StepResult | Undecided]]:
+        """Let go of a step's staging set in the end: of a step that is left undecided when it has been decided. Gives a
+        function through which the step's outcome passes."""
+        kept = False
+
+        def passing(done: StepResult | Undecided) -> StepResult | Undecided:
+            nonlocal kept
+            if isinstance(done, StepResult):
+                return done
+            kept = True
+            return Undecided(done.decide, partial(self._staging.release, staged))
+
+        try:
+            yield passing
+        finally:
+            if not kept:
+                self._staging.release(staged)
 
     def compute(self, staged: Staged) -> StepResult | Undecided:
         """The step, once the slots' state is up to date."""

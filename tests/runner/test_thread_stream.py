@@ -1,15 +1,15 @@
 """The worker-thread stream and the waiter.
 
-Owns: order, where errors surface, closing, who is told of what has run.
+Owns: order, where errors surface, closing, callbacks on the loop.
 Does not know: steps.
 Invariants: no test sleeps to be right; threads meet at events.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
-from functools import partial
 
 import pytest
 
@@ -120,58 +120,51 @@ def test_finished_work_is_let_go_while_the_stream_idles(stream):
     assert gone.wait(60), "the stream still holds work that it has run"
 
 
-# ---- who is told
+# ---- waiter
 
 
-@pytest.fixture(params=["by the stream", "by a waiter"])
-def notify(stream, request):
-    """notify(reached), as a thread stream or as a device of another kind does it."""
-    if request.param == "by the stream":
-        yield stream.notify
-        return
-    waiter = Waiter(name="test-waiter")
-    yield lambda reached: waiter.notify(stream.record(), reached)
-    waiter.close()
-
-
-def test_who_asked_is_told_in_order_with_what_was_raised_before(stream, notify):
-    told, done = [], threading.Event()
+async def test_the_waiter_calls_back_on_the_loop_in_order(stream):
+    waiter, calls, done = Waiter(asyncio.get_running_loop()), [], asyncio.Event()
 
     def note(name, error):
-        told.append((name, type(error), threading.get_ident()))
+        calls.append((name, type(error), threading.get_ident()))
         if name == 2:
             done.set()
 
     for name, work in enumerate((lambda: None, lambda: 1 / 0, lambda: None)):
         stream.launch(work)
-        notify(partial(note, name))
-    assert done.wait(60)
-    assert [each[:2] for each in told] == [(0, type(None)), (1, ZeroDivisionError), (2, type(None))]
-    assert threading.get_ident() not in {each[2] for each in told}
+        waiter.notify(stream.record(), lambda error, name=name: note(name, error))
+    await asyncio.wait_for(done.wait(), 60)
+    here = threading.get_ident()
+    assert calls == [(0, type(None), here), (1, ZeroDivisionError, here), (2, type(None), here)]
+    waiter.close()
 
 
-def test_nobody_waits_in_notify(stream, notify):
-    gate, reached = threading.Event(), threading.Event()
+async def test_the_loop_runs_while_the_waiter_blocks(stream):
+    gate, reached = threading.Event(), asyncio.Event()
+    waiter = Waiter(asyncio.get_running_loop())
     stream.launch(gate.wait)
-    notify(lambda error: reached.set())
+    waiter.notify(stream.record(), lambda error: reached.set())
+    for _ in range(100):
+        await asyncio.sleep(0)
     assert not reached.is_set()
     gate.set()
-    assert reached.wait(60)
+    await asyncio.wait_for(reached.wait(), 60)
+    waiter.close()
 
 
-def test_closing_a_stream_tells_first_and_refuses_then():
-    stream, told = ThreadStream(name="test-stream"), []
-    stream.notify(told.append)
-    stream.close()
-    assert told == [None]
-    with pytest.raises(RuntimeError, match="stream test-stream is closed"):
-        stream.notify(print)
-
-
-def test_a_closed_waiter_takes_nothing_and_is_joined(stream):
-    waiter = Waiter(name="test-waiter")
+async def test_a_closed_waiter_takes_nothing_and_is_joined(stream):
+    waiter = Waiter(asyncio.get_running_loop(), name="test-waiter")
     waiter.close()
     waiter.close()
     with pytest.raises(RuntimeError, match="closed"):
         waiter.notify(stream.record(), print)
     assert not any(thread.name == "test-waiter" for thread in threading.enumerate())
+
+
+def test_a_loop_that_is_gone_does_not_break_the_waiter(stream):
+    loop = asyncio.new_event_loop()
+    waiter = Waiter(loop)
+    loop.close()
+    waiter.notify(stream.record(), print)
+    waiter.close()

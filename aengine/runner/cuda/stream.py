@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from aengine.runner.cuda.api import DeviceApi
 from aengine.runner.cuda.api import Event as CudaEvent
-from aengine.runner.protocol import Event, Reached
-from aengine.runner.stream import Waiter
+from aengine.runner.protocol import Event
 
 
 class _Point:
@@ -40,7 +39,6 @@ class CudaStream:
         self.compute, self.copy = api.stream("compute"), api.stream("copy")
         self._error: BaseException | None = None
         self._closed = False
-        self._waiter: Waiter | None = None  # since somebody asked to be told
 
     def launch(self, fn: Callable[[], None]) -> None:
         self._check_open()
@@ -57,19 +55,12 @@ class CudaStream:
         self.copy.wait(self.compute.record())
         return _Point(self.copy.record(), error)
 
-    def notify(self, reached: Reached) -> None:
-        if self._waiter is None:
-            self._waiter = Waiter()
-        self._waiter.notify(self.record(), reached)
-
     def close(self) -> None:
-        """Wait for the device, and until all are told. May be called twice."""
+        """Wait for the device. May be called twice."""
         if not self._closed:
             self._closed = True
             self.compute.record().wait()
             self.copy.record().wait()
-        if self._waiter is not None:
-            self._waiter.close()
 
     def _check_open(self) -> None:
         if self._closed:
