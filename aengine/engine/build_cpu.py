@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 STEP_MS = 100.0  # at full speed a long prompt would hold everybody's next token for seconds
-DRAFT_TOKENS = (
-    8  # with native kernels: their rows have the same bits whatever runs beside them, so drafts change no token
-)
+DRAFT_TOKENS = 8  # native kernels give a row the same bits whatever runs beside it, so drafts change no token
 
 
 def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
@@ -86,7 +84,7 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
 
     vision = load_config(files).vision
     names = served_names(config, files)
-    drafts = DRAFT_TOKENS if ops.name == "native" else 0
+    drafts = 0 if ops.name == "reference" else DRAFT_TOKENS
     return Made(names, pages, context, model.vocab_size, name, make_runner, vision, step_ms=STEP_MS, speculate=drafts)
 
 
