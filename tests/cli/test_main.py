@@ -56,7 +56,9 @@ def test_a_signal_before_the_server_listens_is_told(number, code):
         "cli.import_module = lambda _: (os.kill(os.getpid(), int(sys.argv[1])), time.sleep(30));"
         "cli.main(['serve'])"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(int(number))], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(int(number))], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == code
     assert done.stderr == f"aengine serve: ended by {number.name} before it listened\n"
 

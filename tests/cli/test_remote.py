@@ -13,6 +13,7 @@ from aengine.cli.remote import Remote
 from aengine.errors import AengineError, InvalidRequest
 from aengine.types import SamplingParams
 from tests.e2e.scripted import Refusal, Reply, Script, scripted
+from tests.waiting import DEADLINE_S
 
 ASK = [{"role": "user", "content": "x"}]
 
@@ -31,7 +32,7 @@ def script(tmp_path, monkeypatch) -> Iterator[Script]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(DEADLINE_S)
     yield made
     loop.call_soon_threadsafe(done.set)
     thread.join()

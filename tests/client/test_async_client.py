@@ -205,16 +205,22 @@ async def test_a_broken_answer_is_a_typed_error(text: str, error: type[Exception
 
 
 async def test_aborting_before_the_first_byte() -> None:
+    arrived = 0
+
     async def answer(request: web.Request) -> web.Response:
+        nonlocal arrived
+        arrived += 1
         await asyncio.sleep(3600)
         raise AssertionError("the client should have left")
 
     async with scripted(answer) as client:
-        asyncio.get_running_loop().call_later(0.05, client.abort, "early")
-        outputs = await all_of(client.generate("x", request_id="early"))
+        early = asyncio.create_task(all_of(client.generate("x", request_id="early")))
+        await until(lambda: arrived == 1)
+        client.abort("early")
+        outputs = await early
         assert [output.outputs[0].finish_reason for output in outputs] == [FinishReason.ABORT]
         task = asyncio.create_task(all_of(client.generate("x")))
-        await asyncio.sleep(0.05)
+        await until(lambda: arrived == 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

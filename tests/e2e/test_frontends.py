@@ -105,12 +105,13 @@ async def test_a_killed_front_end_costs_its_own_streams_and_is_restarted(server:
 
 
 async def test_a_stopped_front_end_goes_on_and_nobody_loses_a_token(server: Server) -> None:
-    running = [asyncio.create_task(stream(server.url, i, 40)) for i in range(8)]
-    await asyncio.sleep(0.2)
+    seen: set[int] = set()
+    running = [asyncio.create_task(stream(server.url, i, 40, seen)) for i in range(8)]
+    await until(lambda: seen)
     pids = children(server)
     os.kill(pids[0], signal.SIGSTOP)
     late = [asyncio.create_task(stream(server.url, i, 5)) for i in range(8)]  # some come to the stopped one
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         assert [len(ids or ()) for ids in await asyncio.gather(*running, *late)] == [40] * 8 + [5] * 8
     assert children(server) == pids
     metrics = await asyncio.to_thread(server.get, "/metrics")

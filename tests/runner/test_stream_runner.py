@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,11 +130,19 @@ async def test_device_time_is_measured_unless_the_executor_knows_better(make_run
     assert (await runner.launch(plan(2)).wait()).device_s == 0.125
 
 
-async def test_device_time_does_not_count_waiting_behind_another_step(make_runner):
-    runner = make_runner(Script(s1=lambda: time.sleep(0.2)))
+async def test_device_time_does_not_count_waiting_behind_another_step(make_runner, monkeypatch):
+    gate, clock = threading.Event(), SimpleNamespace(now_s=1.0)
+
+    def long():
+        gate.wait()
+        clock.now_s += 200.0
+
+    monkeypatch.setattr("aengine.runner.step.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    runner = make_runner(Script(s1=long))
     handles = [runner.launch(plan(1)), runner.launch(plan(2))]
+    gate.set()
     results = [await handle.wait() for handle in handles]
-    assert results[1].device_s < 0.1 < results[0].device_s
+    assert [result.device_s for result in results] == [200.0, 0.0]
 
 
 async def test_a_cancelled_wait_does_not_disturb_the_others(make_runner):

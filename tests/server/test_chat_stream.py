@@ -139,9 +139,14 @@ async def test_busy_stream_has_no_comments(serve, chat_body, keepers):
 
 
 async def test_headers_wait_for_the_first_frame(serve, chat_body):
-    client, _ = await serve(FakeEngine(hold_after=0))
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(client.post(URL, json=chat_body(stream=True)), 0.3)
+    client, engine = await serve(FakeEngine(hold_after=0))
+    asked = asyncio.ensure_future(client.post(URL, json=chat_body(stream=True)))
+    await until(lambda: engine.streams)
+    await turns(1000)
+    assert not asked.done()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,6 +9,7 @@ import logging
 import socket
 import struct
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import uvloop
@@ -17,10 +18,10 @@ from server_fakes import FakeEngine, FakeModel
 
 from aengine.config import ServerConfig
 from aengine.server import create_app
-from aengine.server.connections import REFUSALS, Backlog, Gate, GatedRunner, Room, room_for_connections
+from aengine.server.connections import GRACE_S, REFUSALS, Backlog, Gate, GatedRunner, Room, room_for_connections
 from aengine.server.context import CONTEXT
 from aengine.server.counters import Counters
-from tests.waiting import DEADLINE_S, until
+from tests.waiting import DEADLINE_S, turns, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -83,10 +84,20 @@ async def test_silent_connections_make_room_and_busy_ones_stay(caplog, no_grace)
 
 
 async def test_a_burst_beyond_the_limit_gets_answers_and_no_resets():
-    async with gated(FakeEngine(reply=["x"], step_s=0.1), most=8, patience=64) as (port, counters, _):
+    engine = FakeEngine(reply=["x"], gate=asyncio.Semaphore(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aengine.server.connections.GRACE_S", 3600.0)  # nobody is silent for long
+        await _burst(engine)
+
+
+async def _burst(engine):
+    async with gated(engine, most=8, patience=64) as (port, counters, _):
         clients = await asyncio.gather(*(send(port, b"") for _ in range(40)))
         for _, writer in clients:
             writer.write(post())
+        await until(lambda: counters.events["refused"] == 32 and len(engine.streams) == 8)
+        for _ in range(8 * 4):
+            engine.gate.release()
         statuses = [(await answer(reader))[0] for reader, _ in clients]
         assert sorted(set(statuses)) == [200, 503]
         assert statuses.count(200) == 8
@@ -97,27 +108,28 @@ async def test_a_burst_beyond_the_limit_gets_answers_and_no_resets():
 
 
 async def test_who_is_asking_is_no_victim(monkeypatch):
-    monkeypatch.setattr("aengine.server.connections.GRACE_S", 0.2)
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr("aengine.server.connections.time", SimpleNamespace(monotonic=lambda: clock.now_s))
     async with gated(most=2) as (port, counters, gate):
         answered, writer = await send(port, post())
         assert (await answer(answered))[0] == 200
         asking = socket.create_connection(("127.0.0.1", port))
-        while gate.open < 2:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.25)  # both have been silent for long
+        await until(lambda: gate.open == 2)
+        clock.now_s += 1.25 * GRACE_S  # both have been silent for long
         asking.sendall(b"GET /hea")  # not read by the server yet
         assert gate.admit()  # the other one leaves
-        assert await asyncio.wait_for(answered.read(), 2) == b""
+        assert await asyncio.wait_for(answered.read(), DEADLINE_S) == b""
         _, kept = await send(port, b"")
-        while gate.open < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: gate.open == 2)
         assert not gate.admit()  # one begins to ask, one has just come
-        await asyncio.sleep(0.15)
+        clock.now_s += 0.75 * GRACE_S
         asking.sendall(b"lth HTTP/1.1\r\n")  # a head that trickles gains no time
-        await asyncio.sleep(0.1)
+        await until(lambda: not any(connection.unread_bytes() for connection in gate._fresh))
+        await turns()
+        clock.now_s += 0.5 * GRACE_S
         assert gate.admit()
         asking.setblocking(False)
-        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(asking, 1), 2) == b""
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(asking, 1), DEADLINE_S) == b""
         assert (counters.events["evicted"], counters.events["refused"]) == (2, 1)
         for each in (writer, asking, kept):
             each.close()
@@ -235,14 +247,13 @@ async def test_an_answer_that_nobody_reads_keeps_its_connection_busy_and_is_cut(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", port))
         sock.sendall(post(max_tokens=2**23).replace(b"Host", b"Connection: close\r\nHost"))
-        while not (gate._busy and next(iter(gate._busy)).unwritten_bytes()):
-            await asyncio.sleep(0.01)
+        await until(lambda: gate._busy and next(iter(gate._busy)).unwritten_bytes())
         assert gate.open == 1
         gate.cut_stalled(0.0)
         gate.cut_stalled(119.0)
         assert (counters.events["stalled"], counters.busy) == (0, 1)
         gate.cut_stalled(121.0)
-        await asyncio.sleep(0.01)
+        await until(lambda: not counters.connections)
         assert (counters.events["stalled"], counters.connections) == (1, 0)
         sock.close()
 

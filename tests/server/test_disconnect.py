@@ -9,7 +9,7 @@ import pytest
 from server_fakes import FakeEngine
 
 from aengine.server.sse import LOOKS
-from tests.waiting import until
+from tests.waiting import turns, until
 
 URL = "/v1/chat/completions"
 
@@ -67,6 +67,7 @@ async def test_a_stalled_client_slows_only_itself(serve, chat_body):
     while engine.streams[0].completion_tokens != before:  # the socket fills, then the stream stands
         before = engine.streams[0].completion_tokens
         await asyncio.sleep(0.1)
+        await turns()
     assert before < 2_000 * len(piece) / 2
     engine.reply = ["Hello"]
     answer = await (await client.post(URL, json=chat_body())).json()
@@ -83,6 +84,7 @@ async def test_keep_alive_does_not_touch_a_full_socket(serve, chat_body, keepers
     while not engine.streams or engine.streams[0].completion_tokens != before:  # the socket fills
         before = engine.streams[0].completion_tokens if engine.streams else -1
         await asyncio.sleep(0.1)
+        await turns()
     await keepers.look(3 * LOOKS)
     raw = b""
     while not raw.endswith(b"0\r\n\r\n"):
