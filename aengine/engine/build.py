@@ -81,7 +81,7 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         enabled=config.cache.prefix_caching,
         in_flight_tokens=in_flight_tokens(config.scheduler),
     )
-    drafter = make_drafter(config.scheduler, made.exact_drafts, ledger, recomputes=has_state(cache))
+    drafter = make_drafter(config.scheduler, made.draft_tokens, ledger, recomputes=has_state(cache))
     scheduler = Scheduler(
         cache,
         max_seqs=config.scheduler.max_num_seqs,
@@ -136,13 +136,16 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     return make_cpu(config, files, ledger)
 
 
-def make_drafter(settings: SchedulerConfig, exact: bool, ledger: Ledger, *, recomputes: bool) -> Drafter | None:
-    """As configured. `exact`: the number of positions in a step does not change how a linear layer rounds."""
+def make_drafter(settings: SchedulerConfig, fitted: int, ledger: Ledger, *, recomputes: bool) -> Drafter | None:
+    """As configured, or for `fitted` draft tokens a row; those are 0 where the number of positions in a step may change
+    how a linear layer rounds."""
     tokens = settings.speculate
+    if tokens is None:
+        tokens = fitted if settings.multi_step == 1 else 0
     if not tokens:
         ledger.lines.append("no speculation")
         return None
-    risk = "" if exact else "; these kernels may round otherwise in steps with drafts, so near-ties may change tokens"
+    risk = "" if fitted else "; these kernels may round otherwise in steps with drafts, so near-ties may change tokens"
     rows = f"where its text repeats itself, with {ROWS_MAX} rows at most"
     ledger.lines.append(f"speculation: up to {tokens} draft tokens a row {rows}{risk}")
     return PromptLookup(tokens, recomputes=recomputes)

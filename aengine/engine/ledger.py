@@ -51,8 +51,8 @@ class Ledger:
 @dataclass(frozen=True, slots=True)
 class Made:
     """A device's share of the parts. `make_runner` starts the device's threads. `step_ms`: what a step should take at
-    most while rows decode, unless configured; 0: as long as it takes. `exact_drafts`: drafts do not
-    change how a token is computed."""
+    most while rows decode, unless configured; 0: as long as it takes. `draft_tokens`: the most
+    draft tokens a row, likewise."""
 
     names: tuple[str, ...]
     pages: PagePlan
@@ -62,7 +62,7 @@ class Made:
     make_runner: RunnerFactory
     vision: VisionConfig | None = None
     step_ms: float = 0.0
-    exact_drafts: bool = False
+    draft_tokens: int = 0
 
 
 def served_names(config: EngineConfig, files: ModelFiles) -> tuple[str, ...]:

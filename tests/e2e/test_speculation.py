@@ -41,10 +41,10 @@ class Answers:
     stats: EngineStats
 
 
-async def answers(speculate: int) -> Answers:
+async def answers(speculate: int | None) -> Answers:
     prompts, params = [prompt for prompt, _ in ASKED], [each for _, each in ASKED]
     async with AsyncEngine(config(dtype="auto", speculate=speculate, max_model_len=512)) as engine:
-        alone = [await last(engine, prompt, each) for prompt, each in ASKED] if speculate else []
+        alone = [await last(engine, prompt, each) for prompt, each in ASKED] if speculate is None else []
         stats = engine.stats()
         return Answers(alone, await run_all(engine, prompts, params), stats)
 
@@ -52,7 +52,7 @@ async def answers(speculate: int) -> Answers:
 @pytest.fixture(scope="module")
 def both() -> tuple[Answers, Answers]:
     async def run() -> tuple[Answers, Answers]:
-        return await answers(0), await answers(8)
+        return await answers(0), await answers(None)
 
     return asyncio.run(run())
 
