@@ -71,7 +71,7 @@ def plans(groups: int, rows: int, temperature: float) -> Iterator[StepPlan]:
             yield StepPlan(
                 step=step, slots=slots, handles=slots.astype(np.int64), starts=ones * position, counts=ones,
                 samples=ones, relay=np.full(rows, not first), ids=ones * 7 if first else none,
-                tables=deltas if first else (), setups=setups if first else (),
+                tables=deltas if first else (), setups=setups if first else (), decodes=rows,
             )  # fmt: skip
 
 

@@ -74,7 +74,6 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
             zero=arena.zero,
             move=arena.move,
             capture=config.device.capture,
-            steps_in_flight=config.scheduler.steps_in_flight,
         )
     ledger.lines.append(line)
 

@@ -26,7 +26,6 @@ from aengine.kernels.native.capture import HostOnly, Program, RecordingOps, Size
 from aengine.kernels.native.library import LAY_OUT_ARGS, SAMPLE_ARGS, SETTLE_ARGS, TABLE
 from aengine.kernels.native.sampling import ALL_ROWS, NO_LOGPROBS, LogprobArrays
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, StepBatch
-from aengine.runner.batch import Staged
 from aengine.runner.logprobs import join_logprobs
 from aengine.runner.native_sampler import NativeSampler, fault_message
 from aengine.runner.slot_state import SlotState
@@ -155,40 +154,44 @@ class CapturedStep:
             at.sampled.ctypes.data, 0, 0, *faults, 0, 0, relay,
         )  # fmt: skip
 
-    def run(self, staged: Staged) -> StepResult | Undecided:
+    def run(self, plan: StepPlan) -> StepResult | Undecided:
         """The step, once the slots' state is up to date."""
-        rows, tokens, points = len(staged.slots), int(staged.counts.sum()), int(staged.samples.sum())
-        self._take_in(staged, rows, tokens)
-        out = np.empty((rows, max(1, int(staged.samples.max(initial=0)))), dtype=np.int32)
+        rows = len(plan.slots)
+        if plan.decodes == rows:
+            tokens, points, width = rows, rows, 1
+        else:
+            tokens, points, width = plan.n_tokens, int(plan.samples.sum()), max(1, int(plan.samples.max(initial=0)))
+        self._take_in(plan, rows, tokens)
+        out = np.empty((rows, width), dtype=np.int32)
         accepted = np.empty(rows, dtype=np.int32)
         self._lay_out[8] = rows
-        self._settle[6:8] = out.shape
-        self._settle[10:12] = out.ctypes.data, accepted.ctypes.data
-        context = int((staged.starts + staged.counts).max(initial=1))
+        self._settle[6], self._settle[7] = rows, width
+        self._settle[10], self._settle[11] = out.ctypes.data, accepted.ctypes.data
+        context = int((plan.starts + plan.counts).max(initial=1))
         sizes = Sizes(tokens, rows, min(max(points, 1), self._limits.points), context)
         self._recording.resize(sizes)
-        alternatives = self._sampler.alternatives(staged.slots)
-        self._sample[13:15] = ALL_ROWS
+        alternatives = self._sampler.alternatives(plan.slots)
+        self._sample[13:15] = 0  # all rows
         messages: dict[int, str] = {}
         prompt_logprobs: dict[int, Logprobs] = {}
         logprobs: dict[int, Logprobs] = {}
-        if len(staged.deferred):
-            return self._run_deferred(staged, (out, accepted), alternatives, sizes)
-        if not staged.prompt_logprobs and 0 < points <= self._limits.points:
+        if len(plan.deferred):
+            return self._run_deferred(plan, (out, accepted), alternatives, sizes)
+        if not plan.prompt_logprobs and 0 < points <= self._limits.points:
             made = self._set_points(points, alternatives)
             self._program.run()
             logprobs = self._pick(made, points)
         else:
             self._program.run(0, self._head)
-            for row, targets in staged.prompt_logprobs.items():
+            for row, targets in plan.prompt_logprobs.items():
                 self._score(row, targets, prompt_logprobs, messages)
             logprobs = self._sample_parts(points, alternatives, sizes)
             self._program.run(self._end)
-        return self._result(staged, (out, accepted), logprobs, prompt_logprobs, messages)
+        return self._result(plan, (out, accepted), logprobs, prompt_logprobs, messages)
 
     def _result(
         self,
-        staged: Staged,
+        plan: StepPlan,
         made: tuple[Int32s, Int32s],
         logprobs: dict[int, Logprobs],
         prompt_logprobs: dict[int, Logprobs],
@@ -196,35 +199,35 @@ class CapturedStep:
     ) -> StepResult:
         out, accepted = made
         return StepResult(
-            step=staged.step,
+            step=plan.step,
             tokens=out,
             counts=accepted,
-            logprobs=_by_row(logprobs, staged.samples, accepted) if logprobs else {},
+            logprobs=_by_row(logprobs, plan.samples, accepted) if logprobs else {},
             prompt_logprobs=prompt_logprobs,
-            failed=self._failures(len(staged.slots), messages),
+            failed=self._failures(len(plan.slots), messages),
         )
 
-    def _run_deferred(self, staged: Staged, made: tuple[Int32s, Int32s], alternatives: int, sizes: Sizes) -> Undecided:
+    def _run_deferred(self, plan: StepPlan, made: tuple[Int32s, Int32s], alternatives: int, sizes: Sizes) -> Undecided:
         """The forward and the rows that do not wait. Where logits of all points do not fit at once, or prompts are
         scored, the head of the model runs when the step is decided, for all rows."""
-        points = int(staged.samples.sum())
-        whole = points <= self._limits.points and not staged.prompt_logprobs
+        points = int(plan.samples.sum())
+        whole = points <= self._limits.points and not plan.prompt_logprobs
         messages: dict[int, str] = {}
         prompt_logprobs: dict[int, Logprobs] = {}
         arrays: LogprobArrays | None = None
         if whole:
             waits = self._columns.point_waits
-            waits[:points] = np.isin(np.repeat(np.arange(len(staged.slots)), staged.samples), staged.deferred)
+            waits[:points] = np.isin(np.repeat(np.arange(len(plan.slots)), plan.samples), plan.deferred)
             arrays = self._set_points(points, alternatives)
             self._sample[13:15] = waits.ctypes.data, 0
             self._program.run(0, self._end)
         else:
             self._program.run(0, self._head)
-            for row, targets in staged.prompt_logprobs.items():
+            for row, targets in plan.prompt_logprobs.items():
                 self._score(row, targets, prompt_logprobs, messages)
 
         def decide(choices: Choices) -> StepResult:
-            with self._sampler.masked(staged.slots[choices.rows], choices.masks):
+            with self._sampler.masked(plan.slots[choices.rows], choices.masks):
                 if whole:
                     self._sample[14] = 1
                     self._program.run(self._end - 1)
@@ -232,28 +235,28 @@ class CapturedStep:
                 else:
                     logprobs = self._sample_parts(points, alternatives, sizes)
                     self._program.run(self._end)
-            return self._result(staged, made, logprobs, prompt_logprobs, messages)
+            return self._result(plan, made, logprobs, prompt_logprobs, messages)
 
         return Undecided(decide)
 
-    def _take_in(self, staged: Staged, rows: int, tokens: int) -> None:
+    def _take_in(self, plan: StepPlan, rows: int, tokens: int) -> None:
         if rows > self._limits.rows or tokens > self._limits.tokens:
-            raise ValueError(f"step {staged.step} has {rows} rows, {tokens} tokens; captured for {self._limits}")
+            raise ValueError(f"step {plan.step} has {rows} rows, {tokens} tokens; captured for {self._limits}")
         at = self._columns
-        at.slots[:rows] = staged.slots
-        at.starts[:rows] = staged.starts
-        at.counts[:rows] = staged.counts
-        at.samples[:rows] = staged.samples
-        at.relayed[:rows] = staged.relay
-        given = tokens - int(staged.counts[staged.relay].sum())
-        if len(staged.ids) != given:
-            raise ValueError(f"step {staged.step} has {len(staged.ids)} ids for {given} tokens")
-        at.given[:given] = staged.ids
+        at.slots[:rows] = plan.slots
+        at.starts[:rows] = plan.starts
+        at.counts[:rows] = plan.counts
+        at.samples[:rows] = plan.samples
+        at.relayed[:rows] = plan.relay
+        given = tokens - int(at.counts[:rows] @ at.relayed[:rows])
+        if len(plan.ids) != given:
+            raise ValueError(f"step {plan.step} has {len(plan.ids)} ids for {given} tokens")
+        at.given[:given] = plan.ids
 
     def _set_points(self, points: int, alternatives: int) -> LogprobArrays | None:
         self._sample[1] = points
         made = LogprobArrays(points, alternatives) if alternatives >= 0 else None
-        self._sample[9:13] = NO_LOGPROBS if made is None else made.addresses()
+        self._sample[9:13] = 0 if made is None else made.addresses()
         return made
 
     def _pick(self, made: LogprobArrays | None, points: int) -> dict[int, Logprobs]:
@@ -261,6 +264,7 @@ class CapturedStep:
         failed = np.flatnonzero(at.point_faults[:points]).tolist() if made is not None else ()
         return self._sampler.pick_logprobs(made, at.point_slots[:points], failed)
 
+    @torch.inference_mode()
     def _score(self, row: int, targets: Int32s, scores: dict[int, Logprobs], messages: dict[int, str]) -> None:
         at = self._columns
         if at.faults[row]:
@@ -299,7 +303,7 @@ class CapturedStep:
     def _failures(self, rows: int, messages: dict[int, str]) -> dict[int, str]:
         at = self._columns
         failed = {}
-        for row in np.flatnonzero(at.faults[:rows]).tolist():
+        for row in at.faults[:rows].nonzero()[0].tolist():
             fault, detail = int(at.faults[row]), int(at.fault_ids[row])
             if row in messages:
                 failed[row] = messages[row]
@@ -318,21 +322,14 @@ class CapturedExecutor:
     def __init__(self, eager: TorchExecutor, captured: CapturedStep) -> None:
         self._eager, self._captured = eager, captured
 
-    def stage(self, plan: StepPlan) -> Staged:
+    def stage(self, plan: StepPlan) -> StepPlan:
         return self._eager.stage(plan)
 
-    @torch.inference_mode()
-    def run(self, staged: Staged) -> StepResult | Undecided:
+    def run(self, plan: StepPlan) -> StepResult | Undecided:
         state = self._eager.state
-        with self._eager.releasing(staged) as release:
-            state.apply(staged)
-            if (
-                not len(staged.slots)
-                or staged.media
-                or (state.media is not None and state.media.seen_by(staged.slots.tolist()))
-            ):
-                return release(self._eager.compute(staged))
-            return release(self._captured.run(staged))
+        state.apply(plan)
+        sees_media = plan.media or (state.media is not None and state.media.seen_by(plan.slots.tolist()))
+        return self._eager.compute(plan) if sees_media or not len(plan.slots) else self._captured.run(plan)
 
 
 def _zeros(*shape: int) -> Tensor:

@@ -31,7 +31,6 @@ def make_executor(
     zero: Callable[[Sequence[int]], None],
     move: Callable[[Sequence[PageMove]], None],
     capture: bool,
-    steps_in_flight: int,
 ) -> tuple[TorchExecutor | CapturedExecutor, str]:
     """(executor, a line for the report). `step_tokens`: the most of one step; see `TorchExecutor` for the rest."""
     sampler = NativeSampler(ops.context, slots, model.vocab_size, context) if isinstance(ops, NativeOps) else None
@@ -46,7 +45,6 @@ def make_executor(
         move=move,
         states=states,
         sampler=sampler,
-        staging_sets=steps_in_flight + 1,  # and one that is being launched
     )
     one_by_one = "steps run one operation at a time"
     if not isinstance(ops, NativeOps) or sampler is None:

@@ -102,12 +102,12 @@ class NativeSampler:
     def _ids(self, tokens: Iterable[int]) -> Int32s:
         return np.array(sorted({token for token in tokens if 0 <= token < self._vocab_size}), dtype=np.int32)
 
-    def alternatives(self, slots: Int32s) -> int:
+    def alternatives(self, slots: Int32s | Int64s) -> int:
         """The most alternatives that a slot among them wants beside its logprobs; -1: none wants any."""
         return min(int(self._alternatives[slots].max(initial=-1)), self._vocab_size)
 
     @contextmanager
-    def masked(self, slots: Int32s, bits: Int32s) -> Iterator[None]:
+    def masked(self, slots: Int32s | Int64s, bits: Int32s) -> Iterator[None]:
         """Within it, `slots` [n] may get only what `bits` int32 [n, W] allow."""
         width = -(-self._vocab_size // 32)
         held = np.zeros((len(bits), width), dtype=np.int32)

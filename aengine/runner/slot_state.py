@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aengine.runner.batch import Staged
 from aengine.runner.media import SlotMedia
 from aengine.runner.upload import Upload, plain_upload
 from aengine.types import PageMove, SlotSetup, StepPlan, TableDelta
@@ -54,20 +53,20 @@ class SlotState:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
-    def apply(self, staged: Staged | StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> None:
         """Bring tables and slots up to date. If that fails, a later step could write through a stale table, so none may
         run any more (the engine dies of it)."""
         if self._lost is not None:
             raise RuntimeError(f"the block tables are lost since {self._lost}")
         try:
-            if staged.zero and self._zero_pages is not None:
-                self._zero_pages(staged.zero)
-            if staged.moves:
-                assert self._move_pages is not None, f"step {staged.step} moves pages of an executor that has none"
-                self._move_pages(staged.moves)
-            self._update_slots(staged.setups, staged.tables)
+            if plan.zero and self._zero_pages is not None:
+                self._zero_pages(plan.zero)
+            if plan.moves:
+                assert self._move_pages is not None, f"step {plan.step} moves pages of an executor that has none"
+                self._move_pages(plan.moves)
+            self._update_slots(plan.setups, plan.tables)
         except BaseException as error:
-            self._lost = f"step {staged.step} failed with {error!r}"
+            self._lost = f"step {plan.step} failed with {error!r}"
             raise
 
     def _update_slots(self, setups: Sequence[SlotSetup], deltas: Sequence[TableDelta]) -> None:

@@ -25,20 +25,16 @@ from aengine.types import Choices, StepHandle, StepPlan, StepResult
 Staged = TypeVar("Staged")
 
 
-def _nothing() -> None:
-    """No staging set to give back."""
-
-
 class Executor(Protocol[Staged]):
     """Runs one step at a time. `stage` is called on the event loop, `run` on the stream, in the same order."""
 
     def stage(self, plan: StepPlan) -> Staged:
-        """Copy all that `run` needs out of the plan. Cheap; does not wait for the device."""
+        """What `run` needs of the plan, where the device can read it. Cheap; does not wait for the device."""
         ...
 
     def run(self, staged: Staged) -> StepResult | Launched | Undecided:
         """Compute the step, or enqueue it, and let go of what `stage` took, whether it raises or not. A step with
-        deferred rows is left undecided, and lets go when it has been decided."""
+        deferred rows is left undecided, and what it needs for deciding is let go of then."""
         ...
 
 
@@ -53,16 +49,9 @@ class Launched(Protocol):
 @dataclass(frozen=True, slots=True)
 class Undecided:
     """A step whose forward was run, or enqueued, and whose deferred rows have not sampled yet. `decide` is called on
-    the stream, once, before any later step runs; `release` behind it, whatever it raised."""
+    the stream, once, before any later step runs."""
 
     decide: Callable[[Choices], StepResult | Launched]
-    release: Callable[[], None] = _nothing
-
-    def choose(self, choices: Choices) -> StepResult | Launched:
-        try:
-            return self.decide(choices)
-        finally:
-            self.release()
 
 
 @dataclass(slots=True)
@@ -174,7 +163,7 @@ class StreamRunner(Generic[Staged]):
         started_s = time.perf_counter()
         undecided = step.results.pop()
         assert isinstance(undecided, Undecided)
-        step.results.append(_timed(undecided.choose(choices), began_s, started_s - forward_s))
+        step.results.append(_timed(undecided.decide(choices), began_s, started_s - forward_s))
 
     def _run(self, staged: Staged, step: _Step) -> None:
         began_s = time.perf_counter()

@@ -19,23 +19,28 @@ from aengine.runner.protocol import Event
 
 
 class _ThreadEvent:
-    """A point in a ThreadStream's work."""
+    """A point in a ThreadStream's work. It is reached once, so a lock, held until then, does for a threading.Event."""
+
+    __slots__ = ("_ahead", "_error", "_reached")
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
+        self._ahead = threading.Lock()
+        self._ahead.acquire()
+        self._reached = False
         self._error: BaseException | None = None
 
     def reach(self, error: BaseException | None) -> None:
         self._error = error
-        self._reached.set()
+        self._reached = True
+        self._ahead.release()
 
     def wait(self) -> None:
-        self._reached.wait()
-        if self._error is not None:
-            raise self._error
+        with self._ahead:
+            if self._error is not None:
+                raise self._error
 
     def done(self) -> bool:
-        return self._reached.is_set()
+        return self._reached
 
 
 class ThreadStream:

@@ -11,8 +11,7 @@ hold NaN, and a row with all tokens masked: alone, with a message. At most `LOGI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.ops import LayerKV, LayerState, MediaModel, Model, Ops, StepBatch
-from aengine.runner.batch import SamplePoints, Staged, Staging, Tokens, lay_out, sample_points
+from aengine.runner.batch import SamplePoints, Tokens, lay_out, sample_points
 from aengine.runner.logprobs import join_logprobs
 from aengine.runner.masks import Masks, masks_of
 from aengine.runner.media import SlotMedia
@@ -35,8 +34,6 @@ from aengine.types import Bools, Choices, Int32s, Int64s, Logprobs, PageMove, Sl
 LOGIT_ROWS = 256
 # Prompt logprobs sort and normalise beside their logits, so they get fewer rows: 64 x 49,152 x 4 B = 12 MiB.
 PROMPT_LOGIT_ROWS = 64
-# Steps in flight (depth + 1, depth at most 2) and one being planned.
-STAGING_SETS = 4
 
 
 class AnySampler(Protocol):
@@ -64,7 +61,7 @@ class _Outcome:
 class _Sampling:
     """A step whose forward is through: where it samples, and what came of it so far."""
 
-    staged: Staged
+    plan: StepPlan
     tokens: Tokens
     points: SamplePoints
     samples: Int32s
@@ -95,14 +92,12 @@ class TorchExecutor:
         move: Callable[[Sequence[PageMove]], None] | None = None,
         states: Sequence[LayerState] = (),
         sampler: AnySampler | None = None,
-        staging_sets: int = STAGING_SETS,
     ) -> None:
         self._model = model
         self._ops = ops
         self._kv = tuple(kv)
         self._states = tuple(states)
         self._device = device or torch.device("cpu")
-        self._staging = Staging(staging_sets)
         self._input_vocab = model.vocab_size
         media = None
         if isinstance(model, MediaModel):
@@ -111,54 +106,34 @@ class TorchExecutor:
         self._sampler: AnySampler = sampler or Sampler(max_num_seqs, model.vocab_size, max_model_len, self._device)
         self.state = SlotState(max_num_seqs, table_columns, self._device, self._sampler, media, zero, move)
 
-    def stage(self, plan: StepPlan) -> Staged:
-        return self._staging.stage(plan)
+    def stage(self, plan: StepPlan) -> StepPlan:
+        return plan  # its arrays are written by nobody, and a thread reads them where they are
+
+    def run(self, plan: StepPlan) -> StepResult | Undecided:
+        self.state.apply(plan)
+        return self.compute(plan)
 
     @torch.inference_mode()
-    def run(self, staged: Staged) -> StepResult | Undecided:
-        with self.releasing(staged) as release:
-            self.state.apply(staged)
-            return release(self.compute(staged))
-
-    @contextmanager
-    def releasing(self, staged: Staged) -> Iterator[Callable[[StepResult | Undecided], StepResult | Undecided]]:
-        """Let go of a step's staging set in the end: of a step that is left undecided when it has been decided. Gives a
-        function through which the step's outcome passes."""
-        kept = False
-
-        def passing(done: StepResult | Undecided) -> StepResult | Undecided:
-            nonlocal kept
-            if isinstance(done, StepResult):
-                return done
-            kept = True
-            return Undecided(done.decide, partial(self._staging.release, staged))
-
-        try:
-            yield passing
-        finally:
-            if not kept:
-                self._staging.release(staged)
-
-    def compute(self, staged: Staged) -> StepResult | Undecided:
+    def compute(self, plan: StepPlan) -> StepResult | Undecided:
         """The step, once the slots' state is up to date."""
-        tokens = lay_out(staged)
-        width = max(1, int(staged.samples.max(initial=0)))
-        rows = len(staged.slots)
+        tokens = lay_out(plan)
+        width = max(1, int(plan.samples.max(initial=0)))
+        rows = len(plan.slots)
         outcome = _Outcome(np.zeros((rows, width), dtype=np.int32), np.zeros(rows, dtype=np.int32))
-        if staged.media:
-            self._place_media(staged, outcome)
+        if plan.media:
+            self._place_media(plan, outcome)
         if not rows:  # a step that only moves pages
-            return StepResult(step=staged.step, tokens=outcome.tokens, counts=outcome.counts)
-        batch = self._batch(staged, tokens, outcome)
+            return StepResult(step=plan.step, tokens=outcome.tokens, counts=outcome.counts)
+        batch = self._batch(plan, tokens, outcome)
         hidden = self._model.forward(self._ops, batch)
-        for row, targets in staged.prompt_logprobs.items():
+        for row, targets in plan.prompt_logprobs.items():
             if row not in outcome.failed:
-                self._score_prompt(staged, tokens, hidden, row, targets, outcome)
-        return self._sample(staged, tokens, hidden, outcome)
+                self._score_prompt(plan, tokens, hidden, row, targets, outcome)
+        return self._sample(plan, tokens, hidden, outcome)
 
-    def _result(self, staged: Staged, outcome: _Outcome) -> StepResult:
+    def _result(self, plan: StepPlan, outcome: _Outcome) -> StepResult:
         return StepResult(
-            step=staged.step,
+            step=plan.step,
             tokens=outcome.tokens,
             counts=outcome.counts,
             logprobs=outcome.logprobs,
@@ -166,24 +141,24 @@ class TorchExecutor:
             failed=outcome.failed,
         )
 
-    def _place_media(self, staged: Staged, outcome: _Outcome) -> None:
+    def _place_media(self, plan: StepPlan, outcome: _Outcome) -> None:
         media = self.state.media
-        assert media is not None, f"step {staged.step} brings images to a model that takes none"
-        slots = staged.slots.tolist()
-        for slot, message in media.place(staged.media).items():
+        assert media is not None, f"step {plan.step} brings images to a model that takes none"
+        slots = plan.slots.tolist()
+        for slot, message in media.place(plan.media).items():
             if slot not in slots:  # nobody would hear of it, and the item's pages have a name
-                raise RuntimeError(f"slot {slot} has no row in step {staged.step}, and {message}")
+                raise RuntimeError(f"slot {slot} has no row in step {plan.step}, and {message}")
             outcome.failed[slots.index(slot)] = message
 
     # ---- inputs
 
-    def _batch(self, staged: Staged, tokens: Tokens, outcome: _Outcome) -> StepBatch:
-        slots = self._to_device(staged.slots)
-        context = staged.starts + staged.counts
+    def _batch(self, plan: StepPlan, tokens: Tokens, outcome: _Outcome) -> StepBatch:
+        slots = self._to_device(plan.slots)
+        context = plan.starts + plan.counts
         media = self.state.media
-        counts, starts = tuple(staged.counts.tolist()), tuple(staged.starts.tolist())
+        counts, starts = tuple(plan.counts.tolist()), tuple(plan.starts.tolist())
         return StepBatch(
-            ids=self._ids(staged, tokens, outcome),
+            ids=self._ids(plan, tokens, outcome),
             positions=self._to_device(tokens.positions.astype(np.int32)),
             row_offsets=self._to_device(tokens.offsets.astype(np.int32)),
             context=self._to_device(context),
@@ -193,21 +168,21 @@ class TorchExecutor:
             max_context=int(context.max(initial=0)),
             host_counts=counts,
             host_starts=starts,
-            cross=None if media is None else media.batch(staged.slots.tolist(), starts, counts),
+            cross=None if media is None else media.batch(plan.slots.tolist(), starts, counts),
         )
 
-    def _ids(self, staged: Staged, tokens: Tokens, outcome: _Outcome) -> Tensor:
+    def _ids(self, plan: StepPlan, tokens: Tokens, outcome: _Outcome) -> Tensor:
         """Ids [T], relayed ones filled in. A row with an unusable id goes on with token 0 and is marked failed."""
         ids = self._to_device(tokens.ids)
-        relayed = np.nonzero(staged.relay)[0]
+        relayed = np.nonzero(plan.relay)[0]
         if relayed.size:
-            slots = self._to_device(staged.slots[relayed].astype(np.int64))
+            slots = self._to_device(plan.slots[relayed].astype(np.int64))
             ids[self._to_device(tokens.offsets[relayed])] = self.state.relay[slots]
         unusable = (ids < 0) | (ids >= self._input_vocab)
         for token in unusable.nonzero().squeeze(1).tolist():
             row = int(tokens.rows[token])
-            if staged.relay[row]:
-                message = f"slot {staged.slots[row]} has no sampled token to go on from"
+            if plan.relay[row]:
+                message = f"slot {plan.slots[row]} has no sampled token to go on from"
             else:
                 message = f"token id {int(ids[token])} is outside the vocabulary of {self._input_vocab}"
             outcome.failed.setdefault(row, message)
@@ -219,25 +194,25 @@ class TorchExecutor:
     # ---- outputs
 
     def _score_prompt(
-        self, staged: Staged, tokens: Tokens, hidden: Tensor, row: int, targets: Int32s, outcome: _Outcome
+        self, plan: StepPlan, tokens: Tokens, hidden: Tensor, row: int, targets: Int32s, outcome: _Outcome
     ) -> None:
         first = int(tokens.offsets[row])
         scores = score_prompt(
-            self._model, self._ops, self._sampler, hidden[first : first + len(targets)], targets, int(staged.slots[row])
+            self._model, self._ops, self._sampler, hidden[first : first + len(targets)], targets, int(plan.slots[row])
         )
         if isinstance(scores, str):
             outcome.failed[row] = scores
         elif scores is not None:
             outcome.prompt_logprobs[row] = scores
 
-    def _sample(self, staged: Staged, tokens: Tokens, hidden: Tensor, outcome: _Outcome) -> StepResult | Undecided:
-        samples = staged.samples.copy()
+    def _sample(self, plan: StepPlan, tokens: Tokens, hidden: Tensor, outcome: _Outcome) -> StepResult | Undecided:
+        samples = plan.samples.copy()
         samples[list(outcome.failed)] = 0
         points = sample_points(samples, tokens)
-        waiting = np.isin(points.rows, staged.deferred)
-        sampled, kept = self._draw(staged, tokens, hidden, points, waiting)
-        step = _Sampling(staged, tokens, points, samples, sampled, outcome)
-        return self._settle(step) if not len(staged.deferred) else Undecided(partial(self._decide, step, waiting, kept))
+        waiting = np.isin(points.rows, plan.deferred)
+        sampled, kept = self._draw(plan, tokens, hidden, points, waiting)
+        step = _Sampling(plan, tokens, points, samples, sampled, outcome)
+        return self._settle(step) if not len(plan.deferred) else Undecided(partial(self._decide, step, waiting, kept))
 
     @torch.inference_mode()
     def _decide(self, step: _Sampling, waiting: Bools, kept: list[Tensor], choices: Choices) -> StepResult:
@@ -247,23 +222,23 @@ class TorchExecutor:
             known = np.isin(choices.rows, rows)  # a row may have failed before it could be sampled
             masks = masks_of(Choices(choices.rows[known], choices.masks[known]), rows)
             positions = step.tokens.positions[step.points.tokens[at]] + 1
-            one = self._sampler.sample(torch.cat(kept), step.staged.slots[rows], positions, masks)
+            one = self._sampler.sample(torch.cat(kept), step.plan.slots[rows].astype(np.int32), positions, masks)
             step.sampled.merge(at, one)
         return self._settle(step)
 
     def _settle(self, step: _Sampling) -> StepResult:
-        staged, points, samples, sampled, outcome = step.staged, step.points, step.samples, step.sampled, step.outcome
+        plan, points, samples, sampled, outcome = step.plan, step.points, step.samples, step.sampled, step.outcome
         for point, message in sampled.failed.items():
             outcome.failed.setdefault(int(points.rows[point]), message)
         _settle_single_rows(points, samples, sampled, outcome)
         for row in np.nonzero(samples > 1)[0].tolist():
             if row not in outcome.failed:
                 _settle_draft_row(row, step.tokens, points, sampled, outcome)
-        self._update_relay(staged, outcome)
-        return self._result(staged, outcome)
+        self._update_relay(plan, outcome)
+        return self._result(plan, outcome)
 
     def _draw(
-        self, staged: Staged, tokens: Tokens, hidden: Tensor, points: SamplePoints, waiting: Bools
+        self, plan: StepPlan, tokens: Tokens, hidden: Tensor, points: SamplePoints, waiting: Bools
     ) -> tuple[Sampled, list[Tensor]]:
         """Sample the points that do not wait, LOGIT_ROWS at a time -> (them, logits of those that do)."""
         kept: list[Tensor] = []
@@ -277,19 +252,19 @@ class TorchExecutor:
                 kept.append(logits[self._to_device(np.flatnonzero(waiting[part]))])
                 logits = logits[self._to_device(free)]
             if len(free):
-                slots = staged.slots[points.rows[part][free]]
+                slots = plan.slots[points.rows[part][free]].astype(np.int32)
                 drawn.merge(first + free, self._sampler.sample(logits, slots, tokens.positions[at[free]] + 1))
         return drawn, kept
 
-    def _update_relay(self, staged: Staged, outcome: _Outcome) -> None:
+    def _update_relay(self, plan: StepPlan, outcome: _Outcome) -> None:
         """The last token of each row that sampled; poison where a row failed."""
         failed = list(outcome.failed)
         outcome.counts[failed] = 0
         outcome.tokens[failed] = 0
         rows = np.nonzero(outcome.counts)[0]
         last = outcome.tokens[rows, outcome.counts[rows] - 1]
-        self.state.relay[self._to_device(staged.slots[rows].astype(np.int64))] = self._to_device(last)
-        self.state.relay[self._to_device(staged.slots[failed].astype(np.int64))] = POISON
+        self.state.relay[self._to_device(plan.slots[rows].astype(np.int64))] = self._to_device(last)
+        self.state.relay[self._to_device(plan.slots[failed].astype(np.int64))] = POISON
 
 
 def score_prompt(

@@ -126,7 +126,7 @@ class CudaDevice:
 
     def choose(self, step: StepPlan, choices: Choices) -> None:
         made = self._last[0]
-        self._stream.launch(lambda: made.append(made.pop().choose(choices)))
+        self._stream.launch(lambda: made.append(made.pop().decide(choices)))
         self._record(step, *self._last)
 
     def _record(self, step: StepPlan, made: list, fails: bool, bad: list[int]) -> None:

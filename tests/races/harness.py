@@ -194,7 +194,7 @@ class Device:
         fails, bad = self._fate
 
         def decide() -> None:
-            self._keep(step, self._undecided.pop(step.step).choose(choices), fails, bad)
+            self._keep(step, self._undecided.pop(step.step).decide(choices), fails, bad)
 
         self._queue.append(decide)
 

@@ -104,23 +104,8 @@ def test_a_step_staged_before_the_last_one_ran_reads_its_relay(bench, Row, make_
     plans = [bench.scheduler.plan(Row(0, 0, prompt, 1))]
     plans += [bench.scheduler.plan(Row(0, 7 + i, None, 1)) for i in range(2)]
     staged = [bench.executor.stage(plan) for plan in plans]
-    for plan in plans:  # a plan is not looked at again once it is staged
-        for column in (plan.slots, plan.starts, plan.counts, plan.samples, plan.relay, plan.ids):
-            column[...] = 99 if column.dtype != bool else False
     tokens = [int(bench.executor.run(step).tokens[0, 0]) for step in staged]
     assert tokens == bench.model.dense_greedy(prompt, 3)
-
-
-def test_staging_sets_are_bounded_and_reused(bench, Row, make_prompt):
-    bench.admit(0, make_prompt(40))
-    rows = [Row(0, i, make_prompt(1)) for i in range(torch_step.STAGING_SETS + 1)]
-    staged = [bench.executor.stage(bench.scheduler.plan(row)) for row in rows[:-1]]
-    with pytest.raises(RuntimeError, match=f"step 5: all {torch_step.STAGING_SETS} staging sets are in flight"):
-        bench.executor.stage(bench.scheduler.plan(rows[-1]))
-    for step in staged:
-        bench.executor.run(step)
-    for i in range(10):
-        bench.run(Row(0, i, make_prompt(1)))
 
 
 # ---- drafts
@@ -284,16 +269,15 @@ def test_a_row_with_all_tokens_masked_fails_alone(bench, Row, make_prompt):
     assert result.counts.tolist() == [0, 1]
 
 
-def test_a_step_that_raises_frees_its_staging_set(bench, Row, make_prompt):
+def test_a_step_that_raises_harms_no_later_one(bench, Row, make_prompt):
     prompt = make_prompt(6)
     bench.admit(0, prompt)
     bench.run(Row(0, 0, prompt, 1))
-    for _ in range(2 * torch_step.STAGING_SETS):
+    for _ in range(4):
         plan = bench.scheduler.plan(Row(0, 6, [1, 2], 1))
-        staged = bench.executor.stage(plan)
-        staged.counts[0] = 3
+        plan.counts[0] = 3
         with pytest.raises(ValueError, match="2 ids for 3 tokens"):
-            bench.executor.run(staged)
+            bench.executor.run(bench.executor.stage(plan))
     assert bench.run(Row(0, 6, None, 1)).tokens[0, 0] == bench.model.dense_greedy(prompt, 2)[1]
 
 

@@ -82,6 +82,25 @@ def test_a_slower_device_is_noticed_and_one_slow_step_forgiven() -> None:
     assert later == pytest.approx(before / 4, abs=PAGE)
 
 
+def test_equal_steps_are_one_observation_of_their_mean() -> None:
+    """Whether somebody asks after each of them or after all makes little difference to what rows cost."""
+    asked, unasked = taught(), taught()
+    for step in range(40):
+        seconds = 1.2 * PROFILE.step_s(8, 8, 0) * (1.05 if step % 2 else 0.95)
+        for pacer in (asked, unasked):
+            pacer.observe(8, 0, seconds)
+        asked.decode_s(8)
+    assert unasked.decode_s(8) == pytest.approx(asked.decode_s(8), rel=0.02)
+    assert unasked.decode_s(8) == pytest.approx(1.2 * PROFILE.step_s(8, 8, 0), rel=0.03)
+
+
+def test_one_slow_step_of_equal_ones_counts_little() -> None:
+    pacer = taught()
+    for step in range(16):
+        pacer.observe(8, 0, 9.0 if step == 5 else PROFILE.step_s(8, 8, 0))
+    assert pacer.decode_s(8) < 1.25 * PROFILE.step_s(8, 8, 0)
+
+
 STEPS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 2048), st.floats(0.0, 100.0)), max_size=60)
 
 
