@@ -70,6 +70,11 @@ class Setting:
     def is_size(self) -> bool:
         return self.kind is int and self.name.endswith("_bytes")
 
+    @property
+    def is_fitted(self) -> bool:
+        """A number that may be left unset."""
+        return self.optional and self.kind in (int, float)
+
 
 @functools.cache
 def settings() -> tuple[Setting, ...]:
@@ -99,10 +104,9 @@ def _leaves(node: type, path: tuple[str, ...]) -> Iterable[Setting]:
 def parse(setting: Setting, raw: object, where: str) -> object:
     """`raw` (text of a flag or variable, or a YAML value) as the setting's type; `auto` leaves a number unset
     that may be, and `off` (which YAML reads as false) is 0 there. Raises ConfigError naming `where`."""
-    fitted = setting.optional and setting.kind in (int, float)
-    if fitted and (raw == "off" or raw is False):
+    if setting.is_fitted and (raw == "off" or raw is False):
         raw = 0
-    if raw is None or (fitted and raw == "auto") or (raw == "" and setting.optional):
+    if raw is None or (setting.is_fitted and raw == "auto") or (raw == "" and setting.optional):
         if setting.optional:
             return None
         raise ConfigError(f"{where}: {setting.name} has no value", param=setting.name)
@@ -166,11 +170,22 @@ def _size(raw: object) -> int:
 def _expected(setting: Setting) -> str:
     if setting.choices:
         return "one of " + ", ".join(setting.choices)
-    if setting.is_size:
-        return "a size such as 512MiB, 2GiB or 1073741824"
     if setting.is_list:
         return "a list of texts"
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(setting.kind, "text")
+    kinds = {int: "a whole number", float: "a number", bool: "true or false"}
+    kind = "a size such as 512MiB, 2GiB or 1073741824" if setting.is_size else kinds.get(setting.kind, "text")
+    if not setting.is_fitted:
+        return kind
+    return f"auto, off or {kind}" if _may_be_off(setting) else f"auto or {kind}"
+
+
+def _may_be_off(setting: Setting) -> bool:
+    """Whether 0 is within the setting's limits, which `aengine.config` knows."""
+    try:
+        build({setting.name: (0, "")})
+    except ConfigError:
+        return False
+    return True
 
 
 def near(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:

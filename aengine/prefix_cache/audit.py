@@ -35,23 +35,27 @@ def audit(pool: Pool, holds: Sequence[Sequence[Page]]) -> None:
 
 
 def _audit_pages(pool: Pool, group: GroupSlabs, refs: dict[Page, int]) -> None:
-    live = cached = fenced = 0
+    live = cached = fenced = named = 0
+    names = pool.names[group.index]
     for page in group.pages:
         if page is None:
             continue
         assert page.ref == refs.get(page, 0), f"{page}: {refs.get(page, 0)} leases hold it"
-        in_slab_free = bool(page.slab.group == group.index and page.slab.free >> page.slot & 1)
-        owned = page.slab.group == group.index
-        state = "live" if page.ref else ("cached", "fenced")[page.where - 1] if page.where else "free"
-        live, cached, fenced = live + (state == "live"), cached + (state == "cached"), fenced + (state == "fenced")
-        assert (state == "free") == (in_slab_free or not owned), f"{page} in {page.slab}"
+        in_use = page.ref > 0
+        is_cached = not in_use and page.where == Where.CACHED
+        is_fenced = not in_use and page.where == Where.FENCED
+        free = not (in_use or is_cached or is_fenced)
+        slab = page.slab
+        assert free == (slab.group != group.index or bool(slab.free >> page.slot & 1)), f"{page} in {slab}"
         assert page.id >= group.slots, f"null page in use: {page}"
         if page.key is not None:
-            assert pool.names[group.index].get(page.key) is page, f"{page} is not the page of its name"
-            assert state != "free", f"{page} is free but named"
-        assert (page.next is not page) == (state == "cached"), f"{page}: list links"
+            assert names.get(page.key) is page, f"{page} is not the page of its name"
+            assert not free, f"{page} is free but named"
+            named += 1
+        assert (page.next is not page) == is_cached, f"{page}: list links"
+        live, cached, fenced = live + in_use, cached + is_cached, fenced + is_fenced
     assert (live, cached, fenced) == (group.live, group.cached, group.fenced), (group.index, live, cached, fenced)
-    assert len(pool.names[group.index]) == sum(page is not None and page.key is not None for page in group.pages)
+    assert len(names) == named
     stamps = []
     page = group.lru.next
     while page is not group.lru:
@@ -82,10 +86,17 @@ def _audit_slabs(pool: Pool, group: GroupSlabs) -> None:
 
 
 def _audit_slab(group: GroupSlabs, slab: Slab) -> None:
-    pages = [group.pages[slab.index * group.slots + slot] for slot in range(group.slots)]
-    live = sum(p is not None and (p.ref > 0 or p.where == Where.FENCED) for p in pages)
-    cached = sum(p is not None and p.where == Where.CACHED for p in pages)
-    fenced = sum(p is not None and p.where == Where.FENCED for p in pages)
+    live = fenced = cached = 0
+    first = slab.index * group.slots
+    for page in group.pages[first : first + group.slots]:
+        if page is None:
+            continue
+        if page.where == Where.FENCED:
+            fenced += 1
+            live += 1
+        elif page.ref > 0:
+            live += 1
+        cached += page.where == Where.CACHED
     assert (live, fenced, cached) == (slab.live, slab.fenced, slab.cached), slab
     assert slab.free.bit_count() == slab.free_slots == group.slots - live - cached, slab
     assert live or cached, f"{slab} holds nothing"

@@ -106,7 +106,7 @@ def test_nothing_asked_for_shows_the_help(capsys):
         (["serve", "--prot", "1"], "unknown argument --prot; did you mean --port"),
         (["serve", "--port"], "argument --port: expected one argument"),
         (["serve", "--port", "70000"], "aengine serve: --port: port is 70000, not in [0, 65535]"),
-        (["serve", "--kv-bytes", "much"], "kv_bytes is 'much', not a size such as"),
+        (["serve", "--kv-bytes", "much"], "kv_bytes is 'much', not auto or a size such as"),
         (["serve", "one", "two"], "unknown argument two"),
         (["generate", "a-model", "a text"], "unknown argument a text; a text is one argument, in quotes, and --model"),
         (["generate", "--max-tokens", "x"], "argument --max-tokens: invalid int value: 'x'"),

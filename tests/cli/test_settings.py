@@ -96,7 +96,7 @@ def test_sizes(text, n_bytes):
 
 @pytest.mark.parametrize("text", ["2 gigs", "GiB", "-1", "1e9", " ", True, 1.5, [], {}])
 def test_what_is_no_size(text):
-    with pytest.raises(ConfigError, match=r"kv_bytes is .*, not a size such as"):
+    with pytest.raises(ConfigError, match=r"kv_bytes is .*, not auto or a size such as"):
         parsed("kv_bytes", text)
 
 
@@ -116,6 +116,10 @@ def test_what_is_no_size(text):
         ("host", 12, "text"),
         ("cors_origins", [1], "a list of texts"),
         ("cors_origins", 5, "a list of texts"),
+        ("speculate", "maybe", "auto, off or a whole number"),
+        ("step_ms", "soon", "auto, off or a number"),
+        ("max_model_len", "long", "auto or a whole number"),  # off would be 0, which is no length
+        ("kv_bytes", "big", "auto or a size such as 512MiB, 2GiB or 1073741824"),
     ],
 )
 def test_a_value_of_the_wrong_kind_says_what_is_expected(name, raw, expected):

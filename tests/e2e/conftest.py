@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from aengine import AsyncEngine, EngineConfig, RequestOutput, SamplingParams
 from aengine.config import CacheConfig, DeviceConfig, ModelConfigArgs, SchedulerConfig, home
+from aengine.engine import build_cpu
 from aengine.models.loader import load_config, open_checkpoint
 from aengine.models.store import ModelFiles, resolve
 
@@ -83,6 +84,27 @@ class Reference:
         with torch.inference_mode():
             logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
         return logits
+
+
+@pytest.fixture(scope="module")
+def shared_weights() -> Iterator[None]:
+    """A module's engines that hold a model in the same way get the same kernels and weights: loading them takes 3 s of
+    processor time, and is the same each time. Steps only read them, and a step that did not would spoil later ones."""
+    loaded: dict[object, tuple[Any, int]] = {}
+    load = build_cpu.load_for_cpu
+
+    def once(config: EngineConfig, files: ModelFiles, ledger: Any) -> Any:
+        device = replace(config.device, capture=True)  # for steps alone
+        held_as = (files.path, config.model.dtype, config.model.quantize, device)
+        if held_as not in loaded:
+            loaded[held_as] = load(config, files, ledger), torch.get_num_threads()
+        made, threads = loaded[held_as]
+        torch.set_num_threads(threads)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_cpu, "load_for_cpu", once)
+        yield
 
 
 @pytest.fixture(scope="session")

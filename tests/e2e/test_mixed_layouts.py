@@ -86,17 +86,20 @@ async def test_hot_cache(tiny: Tiny) -> None:
         assert output.num_cached_tokens == (length - 1) // 4 * 4
 
 
-@pytest.mark.parametrize("length", [19, 20, 21, 23, 24, 25, 41, 48, 73, 100])
-async def test_second_turns_go_on_from_the_first(plain: Tiny, length: int) -> None:
-    """prompt + answer + more: the hit reaches to the last page that the first turn computed."""
+async def test_second_turns_go_on_from_the_first(plain: Tiny) -> None:
+    """prompt + answer + more: the hit reaches to the last page that the first turn computed. Each length has a salt of
+    its own, so that it finds nothing of the others."""
     async with AsyncEngine(plain.config(page_tokens=4, max_batched_tokens=48)) as engine:
-        first = await last(engine, prompts([length])[0], GREEDY)
-        turn = first.prompt_token_ids + first.outputs[0].token_ids
-        second = await last(engine, turn + prompts([9], seed=1)[0], GREEDY)
-        beside = await last(engine, turn[: length - 2] + prompts([30], seed=2)[0], GREEDY)
-    assert_follows([first, second, beside], plain)
-    assert second.num_cached_tokens == (len(turn) - 1) // 4 * 4
-    assert beside.num_cached_tokens <= (length - 2) // 4 * 4
+        for length in (19, 20, 21, 23, 24, 25, 41, 48, 73, 100):
+            salt = {"cache_salt": str(length)}
+            first = await last(engine, prompts([length])[0], GREEDY, **salt)
+            turn = first.prompt_token_ids + first.outputs[0].token_ids
+            second = await last(engine, turn + prompts([9], seed=1)[0], GREEDY, **salt)
+            beside = await last(engine, turn[: length - 2] + prompts([30], seed=2)[0], GREEDY, **salt)
+            assert_follows([first, second, beside], plain)
+            assert first.num_cached_tokens == 0, length
+            assert second.num_cached_tokens == (len(turn) - 1) // 4 * 4, length
+            assert beside.num_cached_tokens <= (length - 2) // 4 * 4, length
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

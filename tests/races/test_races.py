@@ -8,7 +8,9 @@ import pytest
 
 from tests.races.harness import Episode, Setting
 
-EPISODES = 400  # per depth
+# Per depth. Each fault of test_planted_faults.py that such settings can show is noticed by three of the first 130.
+EPISODES = 260
+RECURRENT = 110
 
 
 def settings(depth: int, seed: int) -> Setting:
@@ -46,17 +48,17 @@ def test_tokens_do_not_depend_on_depth_delays_or_pressure(depth: int) -> None:
         failures += episode.failed_steps
         moved += episode.moved
     # the episodes must really have been under pressure
-    assert preemptions > 300
-    assert failures > 20
-    assert moved > 50
-    assert accepted > 500
-    assert (zombies > 200) == (depth > 0)
+    assert preemptions > 200
+    assert failures > 13
+    assert moved > 33
+    assert accepted > 330
+    assert (zombies > 130) == (depth > 0)
 
 
 @pytest.mark.parametrize("multi", [3, 8])
 def test_tokens_do_not_depend_on_steps_planned_at_once(multi: int) -> None:
     preemptions = zombies = failures = 0
-    for seed in range(EPISODES // 10):
+    for seed in range(40):
         setting = dataclasses.replace(settings(0, seed), multi=multi, draft=0.0)
         try:
             episode = Episode(seed, setting).run()
@@ -93,7 +95,7 @@ def recurrent(depth: int, seed: int) -> Setting:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_recurrent_state_is_never_stale(depth: int) -> None:
     preemptions = failures = accepted = hits = 0
-    for seed in range(EPISODES * 2 // 5):
+    for seed in range(RECURRENT):
         setting = recurrent(depth, seed)
         try:
             episode = Episode(seed, setting).run()
@@ -103,10 +105,10 @@ def test_recurrent_state_is_never_stale(depth: int) -> None:
         accepted += episode.scheduler.stats().accepted_tokens
         hits += episode.cache.stats().hit_tokens
         failures += episode.failed_steps
-    assert preemptions > 100
-    assert failures > 5
-    assert accepted > 300
-    assert hits > 10_000
+    assert preemptions > 70
+    assert failures > 3
+    assert accepted > 200
+    assert hits > 7_000
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

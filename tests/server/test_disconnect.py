@@ -35,7 +35,7 @@ async def test_disconnect_aborts(serve, url, prompt, stream, hold_after):
     client, engine = await serve(FakeEngine(hold_after=hold_after))
     _, writer = await connect(client, url, {**prompt, "stream": stream})
     await until(lambda: len(engine.streams) == len(prompt.get("prompt", "x")))
-    await asyncio.sleep(0.05)
+    await turns()
     assert not engine.aborted
     writer.close()
     await until(lambda: not engine.open)

@@ -45,7 +45,7 @@ from aengine.kernels.quantised import Quantised
 from aengine.kernels.triton import TritonOps, sampling
 from aengine.kernels.triton.relay import fill_ids
 
-CORES = {80: 163, 90: 227, 100: 227}  # compute capability -> KiB of shared memory one program may have
+CORES = {80: 163, 90: 227, 100: 227}  # compute capability, rising -> KiB of shared memory one program may have
 FP8_CAPABILITY = 89
 NO_SPILLS = ("prefill_kernel", "decode_kernel", "merge_kernel", "packed_linear_kernel", "grouped_linear_kernel")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -220,10 +220,10 @@ def main() -> int:
             name = launch.kernel.__name__
             line = f"{name:22} {launch.label():58}"
             fp8 = any(kind == "*fp8e4nv" for _, kind in launch.signature)
-            for capability, most in CORES.items():
-                if fp8 and capability < FP8_CAPABILITY:
-                    line += f" | sm_{capability:<3} has no fp8"
-                    continue
+            capable = [capability for capability in CORES if capability >= FP8_CAPABILITY or not fp8]
+            # Without products of matrices the devices' programs are alike, and the first has least shared memory.
+            for capability in capable if name in NO_SPILLS else capable[:1]:
+                most = CORES[capability]
                 registers, spilled, shared = compiled(launch, capability)
                 count += 1
                 line += f" | sm_{capability:<3} {registers:3} regs {spilled:4} spilled {shared / 1024:5.1f} KiB"
