@@ -14,10 +14,9 @@ from typing import NamedTuple
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.lease import Lease
-from aengine.prefix_cache.positional import PositionalRules
+from aengine.prefix_cache.positional import PageRun, PositionalRules
 
 NEVER = 2**31 - 1  # fits a column of int32
-PUBLISH_PAGES = 8  # generated pages named at a time; releasing a lease names what is left
 
 
 class RowParts(NamedTuple):
@@ -79,15 +78,16 @@ class Cohort:
     """Leases of a cache with one group whose next positions all begin a page: they do so again and again, as long as
     they advance together."""
 
-    def __init__(self, pool: Pool, rule: PositionalRules, leases: Sequence[Lease]) -> None:
-        self._pool = pool
+    def __init__(self, rule: PositionalRules, leases: Sequence[Lease], *, enabled: bool) -> None:
         self._rule = rule
+        self._enabled = enabled
         self._need = (len(leases),)
         self._pairs = [(lease, lease.holds[rule.index]) for lease in leases]
+        self._filling = [len(run.pages) - 1 for _, run in self._pairs]  # the page that each will have filled next
 
     def grow(self) -> list[int] | None:
         """A page more for each: their ids; None: pages are short. As `grow_rows`."""
-        taken = self._pool.try_take(self._need)
+        taken = self._rule.pool.try_take(self._need)
         if taken is None:
             return None
         size, ids = self._rule.page, []
@@ -101,9 +101,47 @@ class Cohort:
             ids.append(page.id)
         return ids
 
+    def commit(self) -> bool:
+        """Each has filled a page, all of whose ids are known; False: `commit_rows` has to be told."""
+        if not self._rule.full:
+            return False
+        if self._enabled:
+            publish_rows(self._rule, self._pairs, self._filling)
+            self._filling = [index + 1 for index in self._filling]
+        return True
 
-def next_commit(serial: int, computed: int, page_tokens: int) -> int:
-    """When a row of the usual model should publish again: after PUBLISH_PAGES pages, not all rows in the same step."""
-    stride = PUBLISH_PAGES * page_tokens
-    phase = ((serial * 0x9E3779B1 >> 16) % PUBLISH_PAGES) * page_tokens
-    return computed + stride - (computed - phase) % stride
+
+def commit_rows(
+    rule: PositionalRules, leases: Sequence[Lease], computed: Sequence[int], known: Sequence[int]
+) -> None:
+    """`PrefixCache.commit` of many leases, with one group that keeps everything."""
+    size, group = rule.page, rule.index
+    pairs: list[tuple[Lease, PageRun]] = []
+    last: list[int] = []
+    for lease, done, ids in zip(leases, computed, known, strict=True):
+        if done > lease.tokens_ready:
+            lease.tokens_ready = done
+        if ids > lease.known:
+            lease.known = ids
+        run = lease.holds[group]
+        full = (done if done < ids else ids) // size
+        if full > run.keyed:
+            pairs.append((lease, run))
+            last.append(full - 1)
+    publish_rows(rule, pairs, last)
+
+
+def publish_rows(rule: PositionalRules, pairs: Sequence[tuple[Lease, PageRun]], last: Sequence[int]) -> None:
+    """Name the pages of each run up to and with index last[i], all of which have been computed."""
+    pages: list[Page | None] = []
+    keys: list[bytes] = []
+    for (lease, run), index in zip(pairs, last, strict=True):
+        if not lease.publishes:
+            continue
+        if index != run.keyed:
+            rule.publish(lease, run, (index + 1) * rule.page, None)
+            continue
+        run.keyed = index + 1
+        pages.append(run.pages[index])
+        keys.append(lease.chain.next_key(index))
+    rule.journal.published += len(rule.pool.publish_all(rule.index, pages, keys))

@@ -20,7 +20,7 @@ from aengine.memory.compaction import compact
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.audit import audit
-from aengine.prefix_cache.bulk import NEVER, Cohort, RowParts, grow_rows, next_commit
+from aengine.prefix_cache.bulk import NEVER, Cohort, RowParts, commit_rows, grow_rows
 from aengine.prefix_cache.items import ItemRules
 from aengine.prefix_cache.journal import Journal
 from aengine.prefix_cache.keys import MediaItem, TokenChain
@@ -217,7 +217,7 @@ class PrefixCache:
 
     def cohort(self, leases: Sequence[Lease]) -> Cohort:
         """Leases that `grow_rows` could grow together; only with `cohort_tokens`."""
-        return Cohort(self.pool, self._positional[0], leases)
+        return Cohort(self._positional[0], leases, enabled=self.enabled)
 
     def _grow_one(self, lease: Lease, frontier: int, upto: int, step: int) -> Grown:
         """`grow` of at most one page of the only group: every decode row goes this way once a page."""
@@ -276,15 +276,21 @@ class PrefixCache:
             if not rule.full:
                 rule.prune(lease, hold, computed, last_step)
 
-    def next_commit(self, lease: Lease, computed: int) -> int:
-        """How many positions must have been computed before `commit` has something to do again.
+    def commit_rows(
+        self, leases: Sequence[Lease], computed: Sequence[int], known: Sequence[int], last_steps: Sequence[int]
+    ) -> None:
+        """`commit` of many leases."""
+        if self._solo and self._keeps_all:
+            commit_rows(self._positional[0], leases, computed, known)
+            return
+        for lease, done, ids, last_step in zip(leases, computed, known, last_steps, strict=True):
+            self.commit(lease, done, ids, last_step)
 
-        A full-attention group only publishes then, and several pages at a time cost less; what is left is published at
-        release. Other groups also let go of pages.
-        """
-        if not self._keeps_all:
-            return computed + self._unit - computed % self._unit
-        return next_commit(lease.serial, computed, self._unit) if lease.publishes else NEVER
+    def next_commit(self, computed: int) -> int:
+        """How many positions must have been computed before `commit` has something to do again."""
+        if self._keeps_all and not self.enabled:
+            return NEVER
+        return computed + self._unit - computed % self._unit
 
     def rollback(self, lease: Lease, upto: int, *, last_step: int = -1) -> int:
         """Positions from `upto` on held rejected drafts: drop their pages. Returns where computing goes on, which is

@@ -66,7 +66,7 @@ class TokenChain:
     `tokens` is the sequence's live int32 buffer; positions once hashed must not change. About 1.3 us per 16-token page.
     """
 
-    __slots__ = ("_bytes", "_key_bytes", "_last", "_media", "digests", "page_tokens", "root", "tokens")
+    __slots__ = ("_bytes", "_general", "_key_bytes", "_last", "_media", "digests", "page_tokens", "root", "tokens")
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class TokenChain:
         self._last = root
         self._key_bytes = key_bytes
         self._media = _media_by_page(media, page_tokens)
+        self._general = bool(self._media) or key_bytes != 32 or sys.byteorder == "big"
 
     def extend(self, pages: int) -> list[bytes]:
         """Hash the first `pages` pages (all their tokens must be there) and return all digests so far."""
@@ -94,7 +95,7 @@ class TokenChain:
         first = len(digests)
         if pages <= first:
             return digests
-        if self._media or self._key_bytes != 32 or sys.byteorder == "big":
+        if self._general:
             self._extend_general(first, pages)
             return digests
         step, last, append = self.page_tokens * 4, self._last, digests.append
@@ -104,6 +105,16 @@ class TokenChain:
             append(last)
         self._last = last
         return digests
+
+    def next_key(self, page: int) -> bytes:
+        """Digest of the page behind those hashed so far."""
+        digests = self.digests
+        if len(digests) != page or self._general:
+            return self.extend(page + 1)[page]
+        step = self.page_tokens * 4
+        self._last = key = sha256(self._last + self._bytes[page * step : (page + 1) * step]).digest()
+        digests.append(key)
+        return key
 
     def _extend_general(self, first: int, pages: int) -> None:
         size = self.page_tokens

@@ -125,14 +125,9 @@ def _commit_steady(scheduler: Scheduler, steady: SteadyRows, plan: StepPlan, res
     ended: list[Ending] = []
     for i in steady.append(plan, tokens).tolist():
         ended += _ending(scheduler, int(plan.slots[i]), int(tokens[i]))
-    due = steady.due(plan)
-    if len(due):
-        slots, done, cache = plan.slots[due], (plan.starts[due] + 1).tolist(), scheduler.cache
-        at = []
-        for lease, computed in zip(scheduler.leases(slots), done, strict=True):
-            cache.commit(lease, computed, computed + 1, steady.launched)
-            at.append(cache.next_commit(lease, computed))
-        steady.told(due, slots, at)
+    lane = steady.lane(plan.step + 1)
+    if lane is None or not lane.commit(scheduler):
+        _publish_due(scheduler, plan.slots, plan.starts + 1)
     return ended
 
 
@@ -267,16 +262,13 @@ def _take_prompt_logprobs(scheduler: Scheduler, plan: StepPlan, result: StepResu
 
 
 def _publish_due(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
-    """Tell the cache of the rows that it wants to hear of: some of those that crossed a page border."""
+    """Tell the cache of the rows that it wants to hear of: those that have crossed a page border."""
     due = (computed >= scheduler.columns.commit_at[slots]).nonzero()[0]
     if len(due):
         _publish(scheduler, slots[due], computed[due])
 
 
 def _publish(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
-    c, cache, at = scheduler.columns, scheduler.cache, []
-    known, last = c.known[slots].tolist(), c.last_step[slots].tolist()
-    for lease, done, ids, last_step in zip(scheduler.leases(slots), computed.tolist(), known, last, strict=True):
-        cache.commit(lease, done, ids, last_step)
-        at.append(cache.next_commit(lease, done))
-    c.commit_at[slots] = at
+    c, cache, done = scheduler.columns, scheduler.cache, computed.tolist()
+    cache.commit_rows(scheduler.leases(slots), done, c.known[slots].tolist(), c.last_step[slots].tolist())
+    c.commit_at[slots] = [cache.next_commit(at) for at in done]

@@ -50,6 +50,13 @@ class Lane:
         scheduler.columns.capacity[self._slots] = self._capacity
         return True
 
+    def commit(self, scheduler: Scheduler) -> bool:
+        """The cache hears that each row has filled a page; False: not this way."""
+        told = self._cohort.commit()
+        if told and scheduler.cache.enabled:
+            scheduler.columns.commit_at[self._slots] += self._stride
+        return told
+
 
 class SteadyRows:
     """Begun by a plan that had all running rows. `stride`: positions from one page border to the next, the same for all
@@ -66,7 +73,7 @@ class SteadyRows:
         self._capacity = columns.capacity[plan.slots]
         self._stride = stride
         self._unseen = stride or NEVER  # in so many steps every row will have crossed a page
-        self._lanes: dict[int, Int64s | Lane] = {}  # by the step in which they cross next; slots only, till then
+        self._lanes: dict[int, Int64s | Lane] = {}  # by the steps in which they cross, modulo `stride`; first only slots
 
     def grow(self, scheduler: Scheduler) -> bool:
         """Make the next position of every row writable; False when that has to be done row by row."""
@@ -86,17 +93,22 @@ class SteadyRows:
             return False
         self._capacity[crossing] = self._columns.capacity[slots]
         if self._stride:
-            self._lanes[self.step + self._stride] = slots
+            self._lanes[self.step % self._stride] = slots
         return True
 
     def _grow_lane(self, scheduler: Scheduler) -> bool:
-        lane = self._lanes.pop(self.step, None)
+        at = self.step % self._stride
+        lane = self._lanes.get(at)
         if lane is None:
             return True
         if not isinstance(lane, Lane):
-            lane = Lane(scheduler, lane)
-        self._lanes[self.step + self._stride] = lane
+            lane = self._lanes[at] = Lane(scheduler, lane)
         return lane.grow(scheduler)
+
+    def lane(self, step: int) -> Lane | None:
+        """The rows that cross a page in `step`, which is the newest or the next; None: they have to be looked for."""
+        lane = self._lanes.get(step % self._stride) if self._unseen == 0 else None
+        return lane if isinstance(lane, Lane) else None
 
     def build(
         self,
@@ -153,18 +165,6 @@ class SteadyRows:
         self._ahead = np.ones(len(slots), np.int64)
         self._unchecked = int((c.check_at[slots] - c.known[slots]).min())  # so many tokens end nobody by their number
         self._stop_ids = [column[slots] for column in c.stop_columns]
-        self._due = c.commit_at[slots] - 1
-
-    def due(self, plan: StepPlan) -> Int64s:
-        """Rows that the cache wants to hear of."""
-        due: Int64s = (plan.starts >= self._due).nonzero()[0]
-        return due
-
-    def told(self, due: Int64s, slots: Int64s, at: list[int]) -> None:
-        """The cache has heard of them, which are in `slots`, and wants to again when at[i] positions are computed."""
-        commit_at = np.array(at, np.int32)
-        self._columns.commit_at[slots] = commit_at
-        self._due[due] = commit_at - 1
 
 
 def steady_step(scheduler: Scheduler) -> SteadyRows | None:
