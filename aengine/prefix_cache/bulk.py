@@ -8,11 +8,16 @@ all rows or none; it never publishes: what a row writes is published when it has
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
+from aengine.prefix_cache.keys import ChainRows
 from aengine.prefix_cache.lease import Lease
 from aengine.prefix_cache.positional import PageRun, PositionalRules
 
@@ -76,72 +81,65 @@ def _extend_rows(rule: PositionalRules, leases: Sequence[Lease], pages: Sequence
 
 class Cohort:
     """Leases of a cache with one group whose next positions all begin a page: they do so again and again, as long as
-    they advance together."""
+    they advance together. To be left behind when a step has failed: leases may publish nothing any more.
+
+    It touches as little as it can of each lease: with thousands of rows every object is out of the processor's reach
+    by the time a row crosses its next page. What leases note for `grow` and `commit`, these bring up to date.
+    """
 
     def __init__(self, rule: PositionalRules, leases: Sequence[Lease], *, enabled: bool) -> None:
         self._rule = rule
-        self._enabled = enabled
         self._need = (len(leases),)
-        self._pairs = [(lease, lease.holds[rule.index]) for lease in leases]
-        self._filling = [len(run.pages) - 1 for _, run in self._pairs]  # the page that each will have filled next
+        self._leases = tuple(leases)
+        self._runs: list[PageRun] = [lease.holds[rule.index] for lease in leases]
+        self._held = [run.pages for run in self._runs]
+        self._filling = deque([[pages[-1] for pages in self._held]])  # pages being filled, those to be first in front
+        self._movable = rule.pool.groups[rule.index].slots > 1
+        self.idle = rule.full and not enabled  # `commit` has nothing to do
+        self.commits = rule.full and all(map(_next_in_line, leases, self._runs))
+        self._chains = ChainRows([lease.chain for lease in leases]) if self.commits else None
 
     def grow(self) -> list[int] | None:
         """A page more for each: their ids; None: pages are short. As `grow_rows`."""
         taken = self._rule.pool.try_take(self._need)
         if taken is None:
             return None
-        size, ids = self._rule.page, []
-        for (lease, run), page in zip(self._pairs, taken[0], strict=True):
-            held = run.pages
-            page.holder, page.index = lease.serial, len(held)
+        pages, size = taken[0], self._rule.page
+        if self.commits:
+            self._filling.append(pages)
+        for lease, run, held, page in zip(self._leases, self._runs, self._held, pages, strict=True):
             held.append(page)
             run.sent = at = len(held)
-            lease.tokens_ready = lease.capacity_tokens + 1
             lease.capacity_tokens = at * size
-            ids.append(page.id)
-        return ids
+        if self._movable:
+            for lease, held, page in zip(self._leases, self._held, pages, strict=True):
+                page.holder, page.index = lease.serial, len(held) - 1
+        return [page.id for page in pages]
 
-    def commit(self) -> bool:
-        """Each has filled a page, all of whose ids are known; False: `commit_rows` has to be told."""
-        if not self._rule.full:
-            return False
-        if self._enabled:
-            publish_rows(self._rule, self._pairs, self._filling)
-            self._filling = [index + 1 for index in self._filling]
-        return True
+    def commit(self, ids: NDArray[np.int32]) -> None:
+        """Each has filled its page with ids[i]. Only if it `commits`."""
+        assert self._chains is not None
+        keys = self._chains.extend(ids)
+        for run in self._runs:
+            run.keyed += 1
+        rule = self._rule
+        rule.journal.published += len(rule.pool.publish_all(rule.index, self._filling.popleft(), keys))
+
+
+def _next_in_line(lease: Lease, run: PageRun) -> bool:
+    """Whether everything before the lease's last page has been offered to the cache, and nothing else is hashed."""
+    before = len(run.pages) - 1
+    return lease.publishes and lease.chain.plain and run.keyed == before == len(lease.chain.digests)
 
 
 def commit_rows(
     rule: PositionalRules, leases: Sequence[Lease], computed: Sequence[int], known: Sequence[int]
 ) -> None:
     """`PrefixCache.commit` of many leases, with one group that keeps everything."""
-    size, group = rule.page, rule.index
-    pairs: list[tuple[Lease, PageRun]] = []
-    last: list[int] = []
     for lease, done, ids in zip(leases, computed, known, strict=True):
         if done > lease.tokens_ready:
             lease.tokens_ready = done
         if ids > lease.known:
             lease.known = ids
-        run = lease.holds[group]
-        full = (done if done < ids else ids) // size
-        if full > run.keyed:
-            pairs.append((lease, run))
-            last.append(full - 1)
-    publish_rows(rule, pairs, last)
-
-
-def publish_rows(rule: PositionalRules, pairs: Sequence[tuple[Lease, PageRun]], last: Sequence[int]) -> None:
-    """Name the pages of each run up to and with index last[i], all of which have been computed."""
-    pages: list[Page | None] = []
-    keys: list[bytes] = []
-    for (lease, run), index in zip(pairs, last, strict=True):
-        if not lease.publishes:
-            continue
-        if index != run.keyed:
-            rule.publish(lease, run, (index + 1) * rule.page, None)
-            continue
-        run.keyed = index + 1
-        pages.append(run.pages[index])
-        keys.append(lease.chain.next_key(index))
-    rule.journal.published += len(rule.pool.publish_all(rule.index, pages, keys))
+        if lease.publishes:
+            rule.publish(lease, lease.holds[rule.index], done if done < ids else ids, None)

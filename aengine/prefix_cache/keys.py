@@ -66,7 +66,7 @@ class TokenChain:
     `tokens` is the sequence's live int32 buffer; positions once hashed must not change. About 1.3 us per 16-token page.
     """
 
-    __slots__ = ("_bytes", "_general", "_key_bytes", "_last", "_media", "digests", "page_tokens", "root", "tokens")
+    __slots__ = ("_bytes", "_key_bytes", "_last", "_media", "digests", "page_tokens", "plain", "root", "tokens")
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class TokenChain:
         self.page_tokens = page_tokens
         self.digests: list[bytes] = []  # digests[i] names the prefix that ends with page i
         self._bytes = memoryview(tokens.data).cast("B")
-        self._last = root
+        self._last = root  # the digest of the last page in full; only where `plain` is False
         self._key_bytes = key_bytes
         self._media = _media_by_page(media, page_tokens)
-        self._general = bool(self._media) or key_bytes != 32 or sys.byteorder == "big"
+        self.plain = not self._media and key_bytes == 32 and sys.byteorder == "little"  # hashes what lies in memory
 
     def extend(self, pages: int) -> list[bytes]:
         """Hash the first `pages` pages (all their tokens must be there) and return all digests so far."""
@@ -95,26 +95,15 @@ class TokenChain:
         first = len(digests)
         if pages <= first:
             return digests
-        if self._general:
+        if not self.plain:
             self._extend_general(first, pages)
             return digests
-        step, last, append = self.page_tokens * 4, self._last, digests.append
+        step, last, append = self.page_tokens * 4, digests[-1] if digests else self.root, digests.append
         data = self._bytes[first * step : pages * step].tobytes()
         for at in range(0, len(data), step):
             last = sha256(last + data[at : at + step]).digest()
             append(last)
-        self._last = last
         return digests
-
-    def next_key(self, page: int) -> bytes:
-        """Digest of the page behind those hashed so far."""
-        digests = self.digests
-        if len(digests) != page or self._general:
-            return self.extend(page + 1)[page]
-        step = self.page_tokens * 4
-        self._last = key = sha256(self._last + self._bytes[page * step : (page + 1) * step]).digest()
-        digests.append(key)
-        return key
 
     def _extend_general(self, first: int, pages: int) -> None:
         size = self.page_tokens
@@ -135,6 +124,34 @@ class TokenChain:
         head = self.prefix(pages)
         ids = self.tokens[pages * self.page_tokens : tokens].astype("<i4").tobytes()
         return sha256(_field(b"tail", head) + ids + self._media.get(pages, b"")).digest()[: self._key_bytes]
+
+
+class ChainRows:
+    """Plain chains that go on by a page each, in one call. Nobody else extends them meanwhile.
+
+    The last digests lie beside the ids of the next page, so that a hash takes in one slice of memory.
+    """
+
+    def __init__(self, chains: Sequence[TokenChain]) -> None:
+        rows, ids = len(chains), chains[0].page_tokens * 4
+        self._digests = [chain.digests for chain in chains]
+        self._inputs = np.zeros((rows, 32 + ids), np.uint8)
+        self._last, self._ids = self._inputs[:, :32], self._inputs[:, 32:]
+        self._starts = range(0, rows * (32 + ids), 32 + ids)
+        self._keep([chain.digests[-1] if chain.digests else chain.root for chain in chains])
+
+    def _keep(self, digests: list[bytes]) -> None:
+        self._last[:] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
+
+    def extend(self, ids: NDArray[np.int32]) -> list[bytes]:
+        """`ids` int32 [rows, page_tokens] of the next page of each: its digests."""
+        self._ids[:] = ids.view(np.uint8)
+        data, size = self._inputs.tobytes(), self._inputs.shape[1]
+        made = [sha256(data[at : at + size]).digest() for at in self._starts]
+        for digests, digest in zip(self._digests, made, strict=True):
+            digests.append(digest)
+        self._keep(made)
+        return made
 
 
 def _field(tag: bytes, value: bytes) -> bytes:

@@ -38,6 +38,7 @@ class Lane:
         self._stride = np.full(count, cache.cohort_tokens, np.int32)
         self._columns = self._capacity.astype(np.int64) // cache.cohort_tokens
         self._next = np.ones(count, np.int64)
+        self._filling = scheduler.columns.base[slots] // cache.cohort_tokens + self._columns - 1  # rows of `pages`
 
     def grow(self, scheduler: Scheduler) -> bool:
         """A page for each row, all of which have none left; False: pages are short."""
@@ -52,10 +53,12 @@ class Lane:
 
     def commit(self, scheduler: Scheduler) -> bool:
         """The cache hears that each row has filled a page; False: not this way."""
-        told = self._cohort.commit()
-        if told and scheduler.cache.enabled:
-            scheduler.columns.commit_at[self._slots] += self._stride
-        return told
+        cohort, c = self._cohort, scheduler.columns
+        if cohort.commits:
+            cohort.commit(c.pages[self._filling])
+            np.add(self._filling, self._next, self._filling)
+            c.commit_at[self._slots] += self._stride
+        return cohort.commits or cohort.idle
 
 
 class SteadyRows:
