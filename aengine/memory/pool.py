@@ -133,6 +133,9 @@ class Pool:
         """Append `count` pages to `pages`; returns what is left of the surplus."""
         if group.slots == 1 and self.spare.unowned:
             count, quota, surplus = self._claim_whole(group, count, quota, surplus, pages)
+        if count and group.slots == len(self.groups) == 1:
+            self._evict_whole(group, count, pages)
+            return surplus
         for _ in range(count):
             if group.with_free.occupied:
                 page, opened = self._take_slot(group, group.with_free.fullest()), False
@@ -169,6 +172,30 @@ class Pool:
         group.owned += opened
         group.live += opened
         return count - opened, max(0, quota - opened), surplus - max(0, opened - quota)
+
+    def _evict_whole(self, group: GroupSlabs, count: int, pages: list[Page]) -> None:
+        """The `count` oldest cached pages of the only group, whose slabs are single pages: each of them is idle, so they
+        lead both lists. What `_evict` does, for the usual model once the pool is full."""
+        names, page = self.names[group.index], group.lru.next
+        for _ in range(count):
+            slab, key, after = page.slab, page.key, page.next
+            assert key is not None
+            del names[key]
+            page.key = None
+            page.where, page.ref, page.last = 0, 1, -1
+            page.prev = page.next = page
+            slab.cached, slab.live = 0, 1
+            slab.prev = slab.next = slab
+            pages.append(page)
+            page = after
+        lru, idle = group.lru, self.spare.idle
+        lru.next, page.prev = page, lru
+        first = idle if page is lru else page.slab
+        idle.next, first.prev = first, idle
+        group.cached -= count
+        group.live += count
+        group.evicted += count
+        self.spare.idle_slabs -= count
 
     def _retype(self, slab: Slab, element: tuple[str, ...]) -> None:
         if slab.element is not None:

@@ -127,30 +127,23 @@ class TokenChain:
 
 
 class ChainRows:
-    """Plain chains that go on by a page each, in one call. Nobody else extends them meanwhile.
+    """Plain chains that go on by a page each, in one call. Nobody else extends them meanwhile."""
 
-    The last digests lie beside the ids of the next page, so that a hash takes in one slice of memory.
-    """
+    __slots__ = ("_digests", "_last", "_starts", "_step")
 
     def __init__(self, chains: Sequence[TokenChain]) -> None:
-        rows, ids = len(chains), chains[0].page_tokens * 4
+        self._step = chains[0].page_tokens * 4
+        self._starts = range(0, len(chains) * self._step, self._step)
         self._digests = [chain.digests for chain in chains]
-        self._inputs = np.zeros((rows, 32 + ids), np.uint8)
-        self._last, self._ids = self._inputs[:, :32], self._inputs[:, 32:]
-        self._starts = range(0, rows * (32 + ids), 32 + ids)
-        self._keep([chain.digests[-1] if chain.digests else chain.root for chain in chains])
-
-    def _keep(self, digests: list[bytes]) -> None:
-        self._last[:] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
+        self._last = [chain.digests[-1] if chain.digests else chain.root for chain in chains]
 
     def extend(self, ids: NDArray[np.int32]) -> list[bytes]:
         """`ids` int32 [rows, page_tokens] of the next page of each: its digests."""
-        self._ids[:] = ids.view(np.uint8)
-        data, size = self._inputs.tobytes(), self._inputs.shape[1]
-        made = [sha256(data[at : at + size]).digest() for at in self._starts]
+        data, step = ids.tobytes(), self._step
+        pairs = zip(self._last, self._starts, strict=True)
+        self._last = made = [sha256(last + data[at : at + step]).digest() for last, at in pairs]
         for digests, digest in zip(self._digests, made, strict=True):
             digests.append(digest)
-        self._keep(made)
         return made
 
 
