@@ -174,8 +174,8 @@ class Pool:
         return count - opened, max(0, quota - opened), surplus - max(0, opened - quota)
 
     def _evict_whole(self, group: GroupSlabs, count: int, pages: list[Page]) -> None:
-        """The `count` oldest cached pages of the only group, whose slabs are single pages: each of them is idle, so they
-        lead both lists. What `_evict` does, for the usual model once the pool is full."""
+        """The `count` oldest cached pages of the only group, whose slabs are single pages: their slabs are idle, so both
+        lists begin with them. What `_evict` does, for the usual model once the pool is full."""
         names, page = self.names[group.index], group.lru.next
         for _ in range(count):
             slab, key, after = page.slab, page.key, page.next

@@ -132,9 +132,7 @@ def _next_in_line(lease: Lease, run: PageRun) -> bool:
     return lease.publishes and lease.chain.plain and run.keyed == before == len(lease.chain.digests)
 
 
-def commit_rows(
-    rule: PositionalRules, leases: Sequence[Lease], computed: Sequence[int], known: Sequence[int]
-) -> None:
+def commit_rows(rule: PositionalRules, leases: Sequence[Lease], computed: Sequence[int], known: Sequence[int]) -> None:
     """`PrefixCache.commit` of many leases, with one group that keeps everything."""
     for lease, done, ids in zip(leases, computed, known, strict=True):
         if done > lease.tokens_ready:

@@ -76,7 +76,9 @@ class SteadyRows:
         self._capacity = columns.capacity[plan.slots]
         self._stride = stride
         self._unseen = stride or NEVER  # in so many steps every row will have crossed a page
-        self._lanes: dict[int, Int64s | Lane] = {}  # by the steps in which they cross, modulo `stride`; first only slots
+        self._lanes: dict[
+            int, Int64s | Lane
+        ] = {}  # by the steps in which they cross, modulo `stride`; first only slots
 
     def grow(self, scheduler: Scheduler) -> bool:
         """Make the next position of every row writable; False when that has to be done row by row."""

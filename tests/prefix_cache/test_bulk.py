@@ -7,7 +7,8 @@ import pytest
 
 from aengine.memory import Full, Pool, Window, attention_group, plan, uniform_plan
 from aengine.prefix_cache import Lease, PrefixCache
-from aengine.prefix_cache.bulk import NEVER, PUBLISH_PAGES, next_commit
+from aengine.prefix_cache.audit import audit
+from aengine.prefix_cache.bulk import NEVER
 
 PAGE = 4
 
@@ -84,14 +85,62 @@ def test_what_was_not_published_while_it_ran_is_at_release() -> None:
     assert again.cached_tokens == 20
 
 
-def test_rows_publish_in_turn_and_without_a_cache_never() -> None:
-    stride = PUBLISH_PAGES * 16
-    due = [next_commit(serial, 100, 16) for serial in range(64)]
-    assert all(100 < at <= 100 + stride and at % 16 == 0 for at in due)
-    assert max(due.count(at) for at in due) <= 16  # of 64 rows in 8 turns
-    assert next_commit(3, due[3], 16) == due[3] + stride
-    off = PrefixCache(pools("one group"), enabled=False)
-    assert off.next_commit(opened(off, [4])[0], 4) == NEVER
+def follow(caches: list[PrefixCache], leases: list[list[Lease]], *, depth: int, rounds: int) -> None:
+    """Rows that all fill a page at once, by cohort in one cache and one by one in the other."""
+    together, apart = caches
+    cohort = together.cohort(leases[0])
+    at = [lease.known for lease in leases[0]]
+    for turn in range(rounds):
+        assert cohort.grow() is not None
+        for lease, known in zip(leases[1], at, strict=True):
+            assert not apart.grow(lease, known + turn * PAGE + 1, 2, known, start=known + turn * PAGE).short
+        if turn < depth:
+            continue
+        filled = [known + (turn - depth) * PAGE for known in at]
+        pairs = zip(leases[0], filled, strict=True)
+        cohort.commit(np.stack([lease.tokens[done - PAGE : done] for lease, done in pairs]))
+        apart.commit_rows(leases[1], filled, [done + 1 for done in filled], [2] * len(at))
+        assert published(together) == published(apart)
+        together.check()
+
+
+def published(cache: PrefixCache) -> list[tuple[bytes, int]]:
+    return [(name, page.id) for name, page in cache.pool.names[0].items()]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_cohort_names_what_its_leases_would(depth: int) -> None:
+    caches = [PrefixCache(Pool(uniform_plan(120, PAGE))) for _ in range(2)]
+    leases = [opened(cache, [4, 8, 12, 8]) for cache in caches]
+    assert not caches[0].cohort(leases[0]).commits  # the prompts' last pages have their names already
+    for cache, mine in zip(caches, leases, strict=True):
+        rows = cache.grow_rows(mine, [lease.known for lease in mine])
+        assert rows is not None
+        for lease in mine:
+            lease.known += PAGE
+    assert caches[0].cohort(leases[0]).commits
+    follow(caches, leases, depth=depth, rounds=8)
+    ends = [(lease.known + 24, lease.chain.digests[:4]) for lease in leases[0]]
+    assert [digests for _, digests in ends] == [lease.chain.digests[:4] for lease in leases[1]]
+    for cache, mine in zip(caches, leases, strict=True):
+        for lease, (end, _) in zip(mine, ends, strict=True):
+            cache.release(lease, last_step=2, known=end, computed=end)
+        cache.retire(2)
+        cache.check()
+    assert published(caches[0]) == published(caches[1])
+
+
+def test_a_cohort_with_a_lease_that_publishes_nothing_leaves_publishing_to_others() -> None:
+    cache = PrefixCache(Pool(uniform_plan(60, PAGE)))
+    leases = opened(cache, [4, 8])
+    assert cache.grow_rows(leases, [4, 8]) is not None
+    leases[1].publishes = False
+    cohort = cache.cohort(leases)
+    assert not cohort.commits
+    assert not cohort.idle
+    off = PrefixCache(Pool(uniform_plan(60, PAGE)), enabled=False)
+    assert off.cohort(opened(off, [4])).idle
+    assert (off.next_commit(4), cache.next_commit(4), cache.next_commit(7)) == (NEVER, 8, 8)
 
 
 def test_pages_of_one_group_come_in_the_same_order_one_by_one_and_at_once() -> None:
@@ -103,3 +152,30 @@ def test_pages_of_one_group_come_in_the_same_order_one_by_one_and_at_once() -> N
         singles.append(page.id)
     assert [page.id for page in many.take([7])[0]] == singles
     assert many.shortage([3]) == one.shortage([3]) == (1,)
+
+
+def test_pages_of_a_full_pool_come_in_the_same_order_one_by_one_and_at_once() -> None:
+    order = [3, 7, 1, 8, 2, 6, 5, 4]
+    one, many = pools("one group", 8), pools("one group", 8)
+    for pool in (one, many):
+        pages = {page.id: page for page in pool.take([8])[0]}
+        for number in order:
+            pool.publish(pages[number], bytes([number]))
+            pool.drop(pages[number], 0)
+        pool.pin(pages[7])
+        pool.drop(pages[7], 0)  # used again: the youngest
+    taken = [many.take([3])[0], many.take([2])[0], many.take([3])[0]]
+    singles = [one.take_one(0) for _ in range(8)]
+    assert (
+        [page.id for pages in taken for page in pages]
+        == [page.id for page in singles if page]
+        == [*order[:1], *order[2:], 7]
+    )
+    for pool, held in ((many, [page for pages in taken for page in pages]), (one, [page for page in singles if page])):
+        assert not pool.names[0]
+        assert pool.groups[0].evicted == 8
+        audit(pool, [held])
+        for page in held:
+            pool.drop(page, 0)
+        audit(pool, [])
+    assert many.try_take([9]) is None

@@ -226,7 +226,7 @@ def test_steady_decode_touches_rows_only_where_they_cross_pages(rows: int) -> No
 
 
 def test_everything_generated_is_a_hit_once_its_sequence_has_ended() -> None:
-    """Pages are published several at a time while a sequence runs; none is lost when it ends in between."""
+    """Also what its last step has filled."""
     made = scheduler()
     made.submit(request(1, 20, output=60))
     while made.has_unfinished:
@@ -313,8 +313,26 @@ def test_steady_rows_plan_and_account_as_looking_would() -> None:
                 for name in ("known", "computed", "scheduled", "expected", "capacity", "commit_at", "last_step"):
                     one, other = (getattr(made.columns, name)[made.order] for made in twins)
                     assert one.tolist() == other.tolist(), name
+                assert names_of(twins[0]) == names_of(twins[1])
                 twins[0].cache.check()
     assert spared > 300
+
+
+def names_of(made: Scheduler) -> list[tuple[bytes, int]]:
+    """What is published, oldest first."""
+    return [(name, page.id) for name, page in made.cache.pool.names[0].items()]
+
+
+def test_what_runs_publishes_every_page_in_the_step_that_fills_it() -> None:
+    """None waits for another, whether rows are looked at, or go on steadily, in lanes after a page's steps."""
+    made = scheduler(pages=16 * 12, max_seqs=16)
+    for handle in range(1, 17):
+        made.submit(request(handle, 16 + handle, output=100))
+    while int((made.columns.known >= 33).sum()) < 16:
+        step(made)
+    for _ in range(40):
+        step(made)
+        assert len(names_of(made)) == int((made.columns.computed // 16).sum())
 
 
 def assert_same(one: object, other: object) -> None:
