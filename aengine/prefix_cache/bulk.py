@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
-from aengine.prefix_cache.keys import ChainRows
+from aengine.prefix_cache.keys import ChainRows, TokenChain, add_pages
 from aengine.prefix_cache.lease import Lease
 from aengine.prefix_cache.positional import PageRun, PositionalRules
 
@@ -132,12 +132,26 @@ def _next_in_line(lease: Lease, run: PageRun) -> bool:
     return lease.publishes and lease.chain.plain and run.keyed == before == len(lease.chain.digests)
 
 
-def commit_rows(rule: PositionalRules, leases: Sequence[Lease], computed: Sequence[int], known: Sequence[int]) -> None:
-    """`PrefixCache.commit` of many leases, with one group that keeps everything."""
-    for lease, done, ids in zip(leases, computed, known, strict=True):
-        if done > lease.tokens_ready:
-            lease.tokens_ready = done
-        if ids > lease.known:
-            lease.known = ids
-        if lease.publishes:
-            rule.publish(lease, lease.holds[rule.index], done if done < ids else ids, None)
+def commit_rows(
+    rule: PositionalRules, leases: Sequence[Lease], counts: Sequence[int], ids: NDArray[np.int32]
+) -> None:
+    """Name the first counts[i] pages of each lease; ids[i]: those of the last of them."""
+    step, group = rule.page * 4, rule.index
+    pages: list[Page | None] = []
+    chains: list[TokenChain] = []
+    starts: list[int] = []
+    for row, (lease, count) in enumerate(zip(leases, counts, strict=True)):
+        run = lease.holds[group]
+        index = run.keyed
+        if count <= index or not lease.publishes:
+            continue
+        chain = lease.chain
+        if count == index + 1 and len(chain.digests) == index and chain.plain:
+            run.keyed = count
+            pages.append(run.pages[index])
+            chains.append(chain)
+            starts.append(row * step)
+        else:
+            rule.publish(lease, run, count * rule.page, None)
+    keys = add_pages(chains, ids.tobytes(), starts)
+    rule.journal.published += len(rule.pool.publish_all(group, pages, keys))

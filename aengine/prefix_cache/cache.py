@@ -237,15 +237,15 @@ class PrefixCache:
             if not rule.full:
                 rule.prune(lease, hold, computed, last_step)
 
-    def commit_rows(
-        self, leases: Sequence[Lease], computed: Sequence[int], known: Sequence[int], last_steps: Sequence[int]
-    ) -> None:
-        """`commit` of many leases."""
-        if self._solo and self._keeps_all:
-            commit_rows(self._positional[0], leases, computed, known)
-            return
-        for lease, done, ids, last_step in zip(leases, computed, known, last_steps, strict=True):
-            self.commit(lease, done, ids, last_step)
+    @property
+    def commits_rows(self) -> bool:
+        """Whether `commit_rows` may be called: the only group keeps everything."""
+        return self._solo and self._keeps_all
+
+    def commit_rows(self, leases: Sequence[Lease], counts: Sequence[int], ids: NDArray[np.int32]) -> None:
+        """`commit` of many leases, counts[i] full pages of each, whose next `grow` is told where it starts and what is
+        known. `ids` int32 [leases, cohort_tokens]: those of the last full page of each."""
+        commit_rows(self._positional[0], leases, counts, ids)
 
     def next_commit(self, computed: int) -> int:
         """How many positions must have been computed before `commit` has something to do again."""

@@ -126,6 +126,18 @@ class TokenChain:
         return sha256(_field(b"tail", head) + ids + self._media.get(pages, b"")).digest()[: self._key_bytes]
 
 
+def add_pages(chains: Sequence[TokenChain], ids: bytes, starts: Sequence[int]) -> list[bytes]:
+    """One page more for each of some plain chains, whose ids begin at starts[i] of `ids`: its digests."""
+    made: list[bytes] = []
+    for chain, at in zip(chains, starts, strict=True):
+        digests = chain.digests
+        before = digests[-1] if digests else chain.root
+        digest = sha256(before + ids[at : at + chain.page_tokens * 4]).digest()
+        digests.append(digest)
+        made.append(digest)
+    return made
+
+
 class ChainRows:
     """Plain chains that go on by a page each, in one call. Nobody else extends them meanwhile."""
 

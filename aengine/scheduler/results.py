@@ -269,6 +269,14 @@ def _publish_due(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
 
 
 def _publish(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
-    c, cache, done = scheduler.columns, scheduler.cache, computed.tolist()
-    cache.commit_rows(scheduler.leases(slots), done, c.known[slots].tolist(), c.last_step[slots].tolist())
-    c.commit_at[slots] = [cache.next_commit(at) for at in done]
+    c, cache, leases = scheduler.columns, scheduler.cache, scheduler.leases(slots)
+    if cache.commits_rows:
+        full = computed // c.page
+        cache.commit_rows(leases, full.tolist(), c.pages[c.first_page[slots] + full - 1])
+        c.commit_at[slots] = (full + 1) * c.page
+        return
+    at, done, known, last_steps = [], computed.tolist(), c.known[slots].tolist(), c.last_step[slots].tolist()
+    for lease, upto, ids, last_step in zip(leases, done, known, last_steps, strict=True):
+        cache.commit(lease, upto, ids, last_step)
+        at.append(cache.next_commit(upto))
+    c.commit_at[slots] = at

@@ -38,7 +38,7 @@ class Lane:
         self._stride = np.full(count, cache.cohort_tokens, np.int32)
         self._columns = self._capacity.astype(np.int64) // cache.cohort_tokens
         self._next = np.ones(count, np.int64)
-        self._filling = scheduler.columns.base[slots] // cache.cohort_tokens + self._columns - 1  # rows of `pages`
+        self._filling = scheduler.columns.first_page[slots] + self._columns - 1  # rows of `pages`
 
     def grow(self, scheduler: Scheduler) -> bool:
         """A page for each row, all of which have none left; False: pages are short."""

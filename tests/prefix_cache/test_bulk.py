@@ -99,7 +99,8 @@ def follow(caches: list[PrefixCache], leases: list[list[Lease]], *, depth: int, 
         filled = [known + (turn - depth) * PAGE for known in at]
         pairs = zip(leases[0], filled, strict=True)
         cohort.commit(np.stack([lease.tokens[done - PAGE : done] for lease, done in pairs]))
-        apart.commit_rows(leases[1], filled, [done + 1 for done in filled], [2] * len(at))
+        for lease, done in zip(leases[1], filled, strict=True):
+            apart.commit(lease, done, done + 1, 2)
         assert published(together) == published(apart)
         together.check()
 
