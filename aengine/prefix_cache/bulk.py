@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
-from aengine.prefix_cache.keys import ChainRows, TokenChain, add_pages
+from aengine.prefix_cache.keys import ChainRows
 from aengine.prefix_cache.lease import Lease
 from aengine.prefix_cache.positional import PageRun, PositionalRules
-
-NEVER = 2**31 - 1  # fits a column of int32
 
 
 class RowParts(NamedTuple):
@@ -132,26 +130,21 @@ def _next_in_line(lease: Lease, run: PageRun) -> bool:
     return lease.publishes and lease.chain.plain and run.keyed == before == len(lease.chain.digests)
 
 
-def commit_rows(
-    rule: PositionalRules, leases: Sequence[Lease], counts: Sequence[int], ids: NDArray[np.int32]
-) -> None:
+def commit_rows(rule: PositionalRules, leases: Sequence[Lease], counts: Sequence[int], ids: NDArray[np.int32]) -> None:
     """Name the first counts[i] pages of each lease; ids[i]: those of the last of them."""
-    step, group = rule.page * 4, rule.index
+    data, step, group = ids.tobytes(), rule.page * 4, rule.index
     pages: list[Page | None] = []
-    chains: list[TokenChain] = []
-    starts: list[int] = []
+    keys: list[bytes] = []
     for row, (lease, count) in enumerate(zip(leases, counts, strict=True)):
         run = lease.holds[group]
         index = run.keyed
         if count <= index or not lease.publishes:
             continue
         chain = lease.chain
-        if count == index + 1 and len(chain.digests) == index and chain.plain:
+        if count == index + 1 and chain.plain and len(chain.digests) == index:
             run.keyed = count
             pages.append(run.pages[index])
-            chains.append(chain)
-            starts.append(row * step)
+            keys.append(chain.add(data[row * step : (row + 1) * step]))
         else:
             rule.publish(lease, run, count * rule.page, None)
-    keys = add_pages(chains, ids.tobytes(), starts)
     rule.journal.published += len(rule.pool.publish_all(group, pages, keys))

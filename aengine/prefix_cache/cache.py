@@ -20,7 +20,7 @@ from aengine.memory.compaction import compact
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.audit import audit
-from aengine.prefix_cache.bulk import NEVER, Cohort, RowParts, commit_rows, grow_rows
+from aengine.prefix_cache.bulk import Cohort, RowParts, commit_rows, grow_rows
 from aengine.prefix_cache.growth import grow_all, grow_one
 from aengine.prefix_cache.items import ItemRules
 from aengine.prefix_cache.journal import Journal
@@ -247,11 +247,10 @@ class PrefixCache:
         known. `ids` int32 [leases, cohort_tokens]: those of the last full page of each."""
         commit_rows(self._positional[0], leases, counts, ids)
 
-    def next_commit(self, computed: int) -> int:
-        """How many positions must have been computed before `commit` has something to do again."""
-        if self._keeps_all and not self.enabled:
-            return NEVER
-        return computed + self._unit - computed % self._unit
+    @property
+    def commit_tokens(self) -> int:
+        """`commit` has something to do when so many more positions have been computed, counted from 0; 0: never."""
+        return self._unit if self.enabled or not self._keeps_all else 0
 
     def rollback(self, lease: Lease, upto: int, *, last_step: int = -1) -> int:
         """Positions from `upto` on held rejected drafts: drop their pages. Returns where computing goes on, which is

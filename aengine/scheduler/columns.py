@@ -43,7 +43,6 @@ class Columns:
         self.expected = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
         self.capacity = np.zeros(slots, np.int32)
-        self.commit_at = np.zeros(slots, np.int32)
         self.last_step = np.zeros(slots, np.int64)
         self._stop_ids = [np.full(slots, -1, np.int32) for _ in range(STOP_COLUMNS)]
         self._stops_used = 0  # the first so many of them

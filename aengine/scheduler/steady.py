@@ -57,7 +57,6 @@ class Lane:
         if cohort.commits:
             cohort.commit(c.pages[self._filling])
             np.add(self._filling, self._next, self._filling)
-            c.commit_at[self._slots] += self._stride
         return cohort.commits or cohort.idle
 
 

@@ -310,7 +310,7 @@ def test_steady_rows_plan_and_account_as_looking_would() -> None:
                         answer = msgspec.structs.replace(answer, failed={0: "planted"})
                     told.append(made.commit(answer))
                 assert_same(*told)
-                for name in ("known", "computed", "scheduled", "expected", "capacity", "commit_at", "last_step"):
+                for name in ("known", "computed", "scheduled", "expected", "capacity", "last_step"):
                     one, other = (getattr(made.columns, name)[made.order] for made in twins)
                     assert one.tolist() == other.tolist(), name
                 assert names_of(twins[0]) == names_of(twins[1])
