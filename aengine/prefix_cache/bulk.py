@@ -1,6 +1,6 @@
 """Many leases in one call: what steady decode asks of the cache in every step.
 
-Owns: growing rows of one position each, over groups whose pages follow positions; when they publish.
+Owns: growing rows of one position each, over groups whose pages follow positions; publishing the pages they fill.
 Does not know: slots, requests, how pages are chosen.
 Invariants: the same pages, tables and names as the verbs for one lease would give, group by group; `grow_rows` grows
 all rows or none; it never publishes: what a row writes is published when it has been computed.
@@ -91,10 +91,12 @@ class Cohort:
         self._leases = tuple(leases)
         self._runs: list[PageRun] = [lease.holds[rule.index] for lease in leases]
         self._held = [run.pages for run in self._runs]
-        self._filling = deque([[pages[-1] for pages in self._held]])  # pages being filled, those to be first in front
         self._movable = rule.pool.groups[rule.index].slots > 1
         self.idle = rule.full and not enabled  # `commit` has nothing to do
-        self.commits = rule.full and all(map(_next_in_line, leases, self._runs))
+        lags = {len(run.pages) - run.keyed for run in self._runs}
+        self.lag = lags.pop()  # pages of each that are not offered to the cache yet, those to be first in front
+        self._filling = deque([pages[-back] for pages in self._held] for back in range(self.lag, 0, -1))
+        self.commits = rule.full and not lags and all(map(_plain, leases, self._runs))
         self._chains = ChainRows([lease.chain for lease in leases]) if self.commits else None
 
     def grow(self) -> list[int] | None:
@@ -124,10 +126,9 @@ class Cohort:
         rule.journal.published += len(rule.pool.publish_all(rule.index, self._filling.popleft(), keys))
 
 
-def _next_in_line(lease: Lease, run: PageRun) -> bool:
-    """Whether everything before the lease's last page has been offered to the cache, and nothing else is hashed."""
-    before = len(run.pages) - 1
-    return lease.publishes and lease.chain.plain and run.keyed == before == len(lease.chain.digests)
+def _plain(lease: Lease, run: PageRun) -> bool:
+    """Whether it publishes, and what it has offered to the cache is what is hashed."""
+    return lease.publishes and lease.chain.plain and len(lease.chain.digests) == run.keyed
 
 
 def commit_rows(rule: PositionalRules, leases: Sequence[Lease], counts: Sequence[int], ids: NDArray[np.int32]) -> None:

@@ -38,7 +38,7 @@ class Lane:
         self._stride = np.full(count, cache.cohort_tokens, np.int32)
         self._columns = self._capacity.astype(np.int64) // cache.cohort_tokens
         self._next = np.ones(count, np.int64)
-        self._filling = scheduler.columns.first_page[slots] + self._columns - 1  # rows of `pages`
+        self._filling = scheduler.columns.first_page[slots] + self._columns - self._cohort.lag  # rows of `pages`
 
     def grow(self, scheduler: Scheduler) -> bool:
         """A page for each row, all of which have none left; False: pages are short."""
@@ -75,9 +75,7 @@ class SteadyRows:
         self._capacity = columns.capacity[plan.slots]
         self._stride = stride
         self._unseen = stride or NEVER  # in so many steps every row will have crossed a page
-        self._lanes: dict[
-            int, Int64s | Lane
-        ] = {}  # by the steps in which they cross, modulo `stride`; first only slots
+        self._lanes: dict[int, Int64s | Lane] = {}  # by the steps in which they cross, modulo `stride`; slots till then
 
     def grow(self, scheduler: Scheduler) -> bool:
         """Make the next position of every row writable; False when that has to be done row by row."""

@@ -85,17 +85,18 @@ def test_what_was_not_published_while_it_ran_is_at_release() -> None:
 
 
 def follow(caches: list[PrefixCache], leases: list[list[Lease]], *, depth: int, rounds: int) -> None:
-    """Rows that all fill a page at once, by cohort in one cache and one by one in the other."""
+    """Rows that all fill a page at once, by cohort in one cache and one by one in the other; `depth`: pages that they
+    have and that nothing was computed of."""
     together, apart = caches
     cohort = together.cohort(leases[0])
+    assert cohort.commits
+    assert cohort.lag == depth
     at = [lease.known for lease in leases[0]]
     for turn in range(rounds):
         assert cohort.grow() is not None
-        for lease, known in zip(leases[1], at, strict=True):
-            assert not apart.grow(lease, known + turn * PAGE + 1, 2, known, start=known + turn * PAGE).short
-        if turn < depth:
-            continue
-        filled = [known + (turn - depth) * PAGE for known in at]
+        starts = [known + (depth + turn) * PAGE for known in at]
+        assert apart.grow_rows(leases[1], starts) is not None
+        filled = [known + (turn + 1) * PAGE for known in at]
         pairs = zip(leases[0], filled, strict=True)
         cohort.commit(np.stack([lease.tokens[done - PAGE : done] for lease, done in pairs]))
         for lease, done in zip(leases[1], filled, strict=True):
@@ -112,22 +113,28 @@ def published(cache: PrefixCache) -> list[tuple[bytes, int]]:
 def test_a_cohort_names_what_its_leases_would(depth: int) -> None:
     caches = [PrefixCache(Pool(uniform_plan(120, PAGE))) for _ in range(2)]
     leases = [opened(cache, [4, 8, 12, 8]) for cache in caches]
-    assert not caches[0].cohort(leases[0]).commits  # the prompts' last pages have their names already
     for cache, mine in zip(caches, leases, strict=True):
-        rows = cache.grow_rows(mine, [lease.known for lease in mine])
-        assert rows is not None
-        for lease in mine:
-            lease.known += PAGE
-    assert caches[0].cohort(leases[0]).commits
+        for ahead in range(depth):
+            assert cache.grow_rows(mine, [lease.known + ahead * PAGE for lease in mine]) is not None
     follow(caches, leases, depth=depth, rounds=8)
-    ends = [(lease.known + 24, lease.chain.digests[:4]) for lease in leases[0]]
-    assert [digests for _, digests in ends] == [lease.chain.digests[:4] for lease in leases[1]]
+    ends = [lease.known + 8 * PAGE for lease in leases[0]]
+    for one, other in zip(*leases, strict=True):
+        assert one.chain.digests == other.chain.digests
+        assert one.tables == other.tables
     for cache, mine in zip(caches, leases, strict=True):
-        for lease, (end, _) in zip(mine, ends, strict=True):
+        for lease, end in zip(mine, ends, strict=True):
             cache.release(lease, last_step=2, known=end, computed=end)
         cache.retire(2)
         cache.check()
     assert published(caches[0]) == published(caches[1])
+
+
+def test_a_cohort_of_rows_in_different_states_leaves_publishing_to_others() -> None:
+    cache = PrefixCache(Pool(uniform_plan(60, PAGE)))
+    leases = opened(cache, [4, 8])
+    assert cache.cohort(leases).commits
+    assert cache.grow_rows(leases[:1], [4]) is not None
+    assert not cache.cohort(leases).commits
 
 
 def test_a_cohort_with_a_lease_that_publishes_nothing_leaves_publishing_to_others() -> None:
