@@ -133,8 +133,8 @@ class Pool:
     def _take_group(self, group: GroupSlabs, count: int, quota: int, surplus: int, pages: list[Page]) -> int:
         """Append `count` pages to `pages`; returns what is left of the surplus."""
         if group.slots == 1 and self.spare.unowned:
-            opened = claim_whole(self, group, min(count, quota + surplus), pages)
-            count, quota, surplus = count - opened, max(0, quota - opened), surplus - max(0, opened - quota)
+            claimed = claim_whole(self, group, min(count, quota + surplus), pages)
+            count, quota, surplus = count - claimed, max(0, quota - claimed), surplus - max(0, claimed - quota)
         if count and group.slots == len(self.groups) == 1:
             evict_whole(self, group, count, pages)
             return surplus

@@ -95,7 +95,8 @@ class Cohort:
         self.idle = rule.full and not enabled  # `commit` has nothing to do
         lags = {len(run.pages) - run.keyed for run in self._runs}
         self.lag = lags.pop()  # pages of each that are not offered to the cache yet, those to be first in front
-        self._filling = deque([pages[-back] for pages in self._held] for back in range(self.lag, 0, -1))
+        waiting = ([pages[-back] for pages in self._held] for back in range(self.lag, 0, -1))
+        self._filling: deque[Sequence[Page | None]] = deque(waiting)
         self.commits = rule.full and not lags and all(map(_plain, leases, self._runs))
         self._chains = ChainRows([lease.chain for lease in leases]) if self.commits else None
 
