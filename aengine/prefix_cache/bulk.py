@@ -93,12 +93,16 @@ class Cohort:
         self._held = [run.pages for run in self._runs]
         self._movable = rule.pool.groups[rule.index].slots > 1
         self.idle = rule.full and not enabled  # `commit` has nothing to do
-        lags = {len(run.pages) - run.keyed for run in self._runs}
-        self.lag = lags.pop()  # pages of each that are not offered to the cache yet, those to be first in front
-        waiting = ([pages[-back] for pages in self._held] for back in range(self.lag, 0, -1))
-        self._filling: deque[Sequence[Page | None]] = deque(waiting)
-        self.commits = rule.full and not lags and all(map(_plain, leases, self._runs))
+        self.lag = len(self._held[0]) - self._runs[0].keyed  # pages of each that are not offered to the cache yet
+        self.commits = rule.full and all(map(self._in_step, leases, self._runs))
+        waiting = range(self.lag, 0, -1) if self.commits else ()
+        self._filling: deque[Sequence[Page | None]] = deque([pages[-back] for pages in self._held] for back in waiting)
         self._chains = ChainRows([lease.chain for lease in leases]) if self.commits else None
+
+    def _in_step(self, lease: Lease, run: PageRun) -> bool:
+        """Whether it publishes, as many pages later as the others, and what it has published is what is hashed."""
+        offered = len(run.pages) - self.lag
+        return lease.publishes and lease.chain.plain and offered == run.keyed == len(lease.chain.digests)
 
     def grow(self) -> list[int] | None:
         """A page more for each: their ids; None: pages are short. As `grow_rows`."""
@@ -125,11 +129,6 @@ class Cohort:
             run.keyed += 1
         rule = self._rule
         rule.journal.published += len(rule.pool.publish_all(rule.index, self._filling.popleft(), keys))
-
-
-def _plain(lease: Lease, run: PageRun) -> bool:
-    """Whether it publishes, and what it has offered to the cache is what is hashed."""
-    return lease.publishes and lease.chain.plain and len(lease.chain.digests) == run.keyed
 
 
 def commit_rows(rule: PositionalRules, leases: Sequence[Lease], counts: Sequence[int], ids: NDArray[np.int32]) -> None:

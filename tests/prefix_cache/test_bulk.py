@@ -133,8 +133,13 @@ def test_a_cohort_of_rows_in_different_states_leaves_publishing_to_others() -> N
     cache = PrefixCache(Pool(uniform_plan(60, PAGE)))
     leases = opened(cache, [4, 8])
     assert cache.cohort(leases).commits
-    assert cache.grow_rows(leases[:1], [4]) is not None
-    assert not cache.cohort(leases).commits
+    for start in (8, 12, 16):
+        assert cache.grow_rows(leases[1:], [start]) is not None
+    for order in (leases, leases[::-1]):
+        cohort = cache.cohort(order)
+        assert not cohort.commits
+        assert cohort.grow() is not None
+    cache.check()
 
 
 def test_a_cohort_with_a_lease_that_publishes_nothing_leaves_publishing_to_others() -> None:
