@@ -17,6 +17,7 @@ from aengine.memory.fence import Fence
 from aengine.memory.planner import PagePlan
 from aengine.memory.slabs import GroupSlabs, Page, Slab, Where
 from aengine.memory.spare import SpareSlabs
+from aengine.memory.whole import claim_whole, evict_whole
 
 _CACHED = int(Where.CACHED)
 _FENCED = int(Where.FENCED)
@@ -132,7 +133,11 @@ class Pool:
     def _take_group(self, group: GroupSlabs, count: int, quota: int, surplus: int, pages: list[Page]) -> int:
         """Append `count` pages to `pages`; returns what is left of the surplus."""
         if group.slots == 1 and self.spare.unowned:
-            count, quota, surplus = self._claim_whole(group, count, quota, surplus, pages)
+            claimed = claim_whole(self, group, min(count, quota + surplus), pages)
+            count, quota, surplus = count - claimed, max(0, quota - claimed), surplus - max(0, claimed - quota)
+        if count and group.slots == len(self.groups) == 1:
+            evict_whole(self, group, count, pages)
+            return surplus
         for _ in range(count):
             if group.with_free.occupied:
                 page, opened = self._take_slot(group, group.with_free.fullest()), False
@@ -140,37 +145,15 @@ class Pool:
                 page, opened = self._open_or_evict(group)
             else:
                 page, opened = self._evict(group, self._oldest_in_active(group)), False
-            if opened:
-                if quota > 0:
-                    quota -= 1
-                else:
-                    surplus -= 1
+            if opened and quota > 0:
+                quota -= 1
+            elif opened:
+                surplus -= 1
             pages.append(page)
         return surplus
 
-    def _claim_whole(
-        self, group: GroupSlabs, count: int, quota: int, surplus: int, pages: list[Page]
-    ) -> tuple[int, int, int]:
-        """Unowned slabs for a group whose slabs are single pages, as many as there are; (count, quota, surplus) left.
-
-        What `_claim` does, for the usual model, whose rows take many pages in every step.
-        """
-        opened = min(count, quota + surplus, len(self.spare.unowned))
-        slabs = self.spare.unowned[: -opened - 1 : -1]
-        del self.spare.unowned[-opened:]
-        index, element, made = group.index, group.element, group.pages
-        for slab in slabs:
-            slab.group, slab.live = index, 1
-            if slab.element is not element and slab.element != element:
-                self._retype(slab, element)
-            page = made[slab.index] or group.page(slab, 0)
-            page.ref, page.last = 1, -1
-            pages.append(page)
-        group.owned += opened
-        group.live += opened
-        return count - opened, max(0, quota - opened), surplus - max(0, opened - quota)
-
-    def _retype(self, slab: Slab, element: tuple[str, ...]) -> None:
+    def retype(self, slab: Slab, element: tuple[str, ...]) -> None:
+        """From now on the slab holds numbers of other types."""
         if slab.element is not None:
             self.retypes += 1
             self._retyped.append(slab.index)
@@ -199,7 +182,7 @@ class Pool:
         group.owned += 1
         group.free_active += slots - 1
         if slab.element != group.element:
-            self._retype(slab, group.element)
+            self.retype(slab, group.element)
         if slots > 1:
             group.file(slab)
         return self._lend(group, group.page(slab, 0))

@@ -20,18 +20,19 @@ from aengine.memory.compaction import compact
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.audit import audit
-from aengine.prefix_cache.bulk import NEVER, Cohort, RowParts, grow_rows, next_commit
+from aengine.prefix_cache.bulk import Cohort, RowParts, commit_rows, grow_rows
+from aengine.prefix_cache.growth import grow_all, grow_one
 from aengine.prefix_cache.items import ItemRules
 from aengine.prefix_cache.journal import Journal
 from aengine.prefix_cache.keys import MediaItem, TokenChain
-from aengine.prefix_cache.lease import Grown, Lease, TablePart
+from aengine.prefix_cache.lease import Grown, Lease
 from aengine.prefix_cache.matching import Matcher, Roots, make_rules
 from aengine.prefix_cache.positional import PositionalRules
 from aengine.prefix_cache.relocation import Compaction, relocate
-from aengine.prefix_cache.retention import GRID_TOKENS, UNBOUNDED, RetentionPoints
+from aengine.prefix_cache.retention import GRID_TOKENS, RetentionPoints
 from aengine.prefix_cache.retraction import retract
 from aengine.prefix_cache.state import StateRules
-from aengine.prefix_cache.stats import CacheStats, Counters
+from aengine.prefix_cache.stats import CacheStats, Counters, gather
 from aengine.prefix_cache.tails import TailIndex
 
 COPIED_SLABS = 8  # as many bytes at most does a step copy to empty large pages
@@ -180,25 +181,8 @@ class PrefixCache:
         if frontier >= upto:
             return Grown(frontier, lease.deltas())
         if self._solo and upto - frontier <= self._unit:
-            return self._grow_one(lease, frontier, upto, step)
-        need = [rule.prepare(lease, hold, frontier, upto, step, drafts) for rule, hold in lease.pairs]
-        pages = self.pool.try_take(need)
-        if pages is None:
-            return Grown(frontier, (), self.pool.shortage(need) or (), need=tuple(need))
-        lease.tokens_ready = upto
-        tokens = upto if upto < lease.known else lease.known
-        parts: list[TablePart] = []
-        capacity = UNBOUNDED
-        for (rule, hold), mine in zip(lease.pairs, pages, strict=True):
-            fits = rule.extend(lease, hold, mine, frontier, upto, step, parts)
-            if fits < capacity:
-                capacity = fits
-        lease.capacity_tokens = capacity
-        fresh = self._fresh_items(lease) if lease.media else ()
-        if lease.publishes:
-            for rule, hold in lease.pairs:
-                rule.publish(lease, hold, tokens, step)
-        return Grown(frontier, tuple(parts), (), fresh)
+            return grow_one(self.pool, lease, frontier, upto, step)
+        return grow_all(self.pool, lease, frontier, upto, step, drafts)
 
     @property
     def grows_rows(self) -> bool:
@@ -217,26 +201,7 @@ class PrefixCache:
 
     def cohort(self, leases: Sequence[Lease]) -> Cohort:
         """Leases that `grow_rows` could grow together; only with `cohort_tokens`."""
-        return Cohort(self.pool, self._positional[0], leases)
-
-    def _grow_one(self, lease: Lease, frontier: int, upto: int, step: int) -> Grown:
-        """`grow` of at most one page of the only group: every decode row goes this way once a page."""
-        rule, run = lease.pairs[0]
-        parts: tuple[TablePart, ...] = ()
-        if upto > len(run.pages) * rule.page:
-            page = self.pool.take_one(0)
-            if page is None:
-                return Grown(frontier, (), (1,), need=(1,))
-            run.append(page)
-        if run.unsent():
-            parts = (run.news(),)
-        lease.tokens_ready = upto
-        lease.capacity_tokens = len(run.pages) * rule.page
-        if lease.publishes:
-            tokens = upto if upto < lease.known else lease.known
-            if tokens >= (run.keyed + 1) * rule.page:
-                rule.publish(lease, run, tokens, step)
-        return Grown(frontier, parts)
+        return Cohort(self._positional[0], leases, enabled=self.enabled)
 
     def _late_hit(self, lease: Lease, frontier: int, step: int) -> int:
         """Siblings that prefill the same prompt leapfrog: each takes over what the other has published."""
@@ -251,10 +216,6 @@ class PrefixCache:
         self._counters.late_hit_tokens += hit - frontier
         self._counters.hit(lease.cause, hit - frontier)
         return hit
-
-    def _fresh_items(self, lease: Lease) -> tuple[tuple[int, int], ...]:
-        """Items without published pages: the step computes them."""
-        return tuple((rule.index, item) for rule in self._items for item in lease.holds[rule.index].fresh)
 
     # -- commit, rollback, release ---------------------------------------------------------------------------------
 
@@ -276,15 +237,20 @@ class PrefixCache:
             if not rule.full:
                 rule.prune(lease, hold, computed, last_step)
 
-    def next_commit(self, lease: Lease, computed: int) -> int:
-        """How many positions must have been computed before `commit` has something to do again.
+    @property
+    def commits_rows(self) -> bool:
+        """Whether `commit_rows` may be called: the only group keeps everything."""
+        return self._solo and self._keeps_all
 
-        A full-attention group only publishes then, and several pages at a time cost less; what is left is published at
-        release. Other groups also let go of pages.
-        """
-        if not self._keeps_all:
-            return computed + self._unit - computed % self._unit
-        return next_commit(lease.serial, computed, self._unit) if lease.publishes else NEVER
+    def commit_rows(self, leases: Sequence[Lease], counts: Sequence[int], ids: NDArray[np.int32]) -> None:
+        """`commit` of many leases, counts[i] full pages of each, whose next `grow` is told where it starts and what is
+        known. `ids` int32 [leases, cohort_tokens]: those of the last full page of each."""
+        commit_rows(self._positional[0], leases, counts, ids)
+
+    @property
+    def commit_tokens(self) -> int:
+        """`commit` has something to do when so many more positions have been computed, counted from 0; 0: never."""
+        return self._unit if self.enabled or not self._keeps_all else 0
 
     def rollback(self, lease: Lease, upto: int, *, last_step: int = -1) -> int:
         """Positions from `upto` on held rejected drafts: drop their pages. Returns where computing goes on, which is
@@ -418,21 +384,7 @@ class PrefixCache:
         self.pool.clear()
 
     def stats(self) -> CacheStats:
-        counters, pool = self._counters, self.pool.stats()
-        return CacheStats(
-            queries=counters.queries,
-            query_tokens=sum(counters.query_tokens.values()),
-            hit_tokens=sum(counters.hit_tokens.values()),
-            query_tokens_by_cause=dict(counters.query_tokens),
-            hit_tokens_by_cause=dict(counters.hit_tokens),
-            late_hit_tokens=counters.late_hit_tokens,
-            lost_to_sparse_tokens=counters.lost_to_sparse_tokens,
-            published_pages=self._journal.published,
-            evicted_pages=sum(group.evicted + group.evicted_by_steal for group in pool.groups),
-            leases=len(self._leases),
-            usage=pool.usage,
-            pool=pool,
-        )
+        return gather(self._counters, self.pool, published=self._journal.published, leases=len(self._leases))
 
     def check(self) -> None:
         """Assert every invariant of the pool and of all leases; O(pages), for tests and debugging."""

@@ -66,7 +66,20 @@ class TokenChain:
     `tokens` is the sequence's live int32 buffer; positions once hashed must not change. About 1.3 us per 16-token page.
     """
 
-    __slots__ = ("_bytes", "_key_bytes", "_last", "_media", "digests", "page_tokens", "root", "tokens")
+    __slots__ = (
+        "_bytes",
+        "_digests",
+        "_key_bytes",
+        "_last",
+        "_media",
+        "_row",
+        "_rows",
+        "_seen",
+        "page_tokens",
+        "plain",
+        "root",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -82,11 +95,30 @@ class TokenChain:
         self.root = root
         self.tokens = tokens
         self.page_tokens = page_tokens
-        self.digests: list[bytes] = []  # digests[i] names the prefix that ends with page i
+        self._digests: list[bytes] = []
+        self._rows: ChainRows | None = None  # who goes on with it, and as which row
+        self._row = self._seen = 0
         self._bytes = memoryview(tokens.data).cast("B")
-        self._last = root
+        self._last = root  # the digest of the last page in full; only where `plain` is False
         self._key_bytes = key_bytes
         self._media = _media_by_page(media, page_tokens)
+        self.plain = not self._media and key_bytes == 32 and sys.byteorder == "little"  # hashes what lies in memory
+
+    @property
+    def digests(self) -> list[bytes]:
+        """digests[i] names the prefix that ends with page i."""
+        rows = self._rows
+        if rows is not None and len(rows.made) > self._seen:
+            row = self._row
+            self._digests += [made[row] for made in rows.made[self._seen :]]
+            self._seen = len(rows.made)
+        return self._digests
+
+    def join(self, rows: ChainRows, row: int) -> None:
+        """From now on `rows`, which has gone on with nothing yet, does so with it."""
+        assert self.plain, f"row {row} is hashed in another way"
+        self._digests = self.digests  # what others have made of it
+        self._rows, self._row, self._seen = rows, row, 0
 
     def extend(self, pages: int) -> list[bytes]:
         """Hash the first `pages` pages (all their tokens must be there) and return all digests so far."""
@@ -94,23 +126,31 @@ class TokenChain:
         first = len(digests)
         if pages <= first:
             return digests
-        if self._media or self._key_bytes != 32 or sys.byteorder == "big":
+        self._rows = None
+        if not self.plain:
             self._extend_general(first, pages)
             return digests
-        step, last, append = self.page_tokens * 4, self._last, digests.append
+        step, last, append = self.page_tokens * 4, digests[-1] if digests else self.root, digests.append
         data = self._bytes[first * step : pages * step].tobytes()
         for at in range(0, len(data), step):
             last = sha256(last + data[at : at + step]).digest()
             append(last)
-        self._last = last
         return digests
+
+    def add(self, ids: bytes) -> bytes:
+        """The next page holds `ids`: its digest. Only of a plain chain."""
+        digests = self.digests
+        digest = sha256((digests[-1] if digests else self.root) + ids).digest()
+        digests.append(digest)
+        self._rows = None
+        return digest
 
     def _extend_general(self, first: int, pages: int) -> None:
         size = self.page_tokens
         for page in range(first, pages):
             ids = self.tokens[page * size : (page + 1) * size].astype("<i4").tobytes()
             self._last = sha256(self._last + ids + self._media.get(page, b"")).digest()
-            self.digests.append(self._last[: self._key_bytes])
+            self._digests.append(self._last[: self._key_bytes])
 
     def prefix(self, pages: int) -> bytes:
         """Digest of the first `pages` pages; the root when there are none."""
@@ -124,6 +164,31 @@ class TokenChain:
         head = self.prefix(pages)
         ids = self.tokens[pages * self.page_tokens : tokens].astype("<i4").tobytes()
         return sha256(_field(b"tail", head) + ids + self._media.get(pages, b"")).digest()[: self._key_bytes]
+
+
+class ChainRows:
+    """Plain chains that go on by a page each, in one call, until one of them is extended by itself.
+
+    A chain takes over what is `made` when it is asked for: page by page it would be out of the caches each time.
+    """
+
+    __slots__ = ("_last", "_starts", "_step", "made")
+
+    def __init__(self, chains: Sequence[TokenChain]) -> None:
+        self._step = chains[0].page_tokens * 4
+        self._starts = range(0, len(chains) * self._step, self._step)
+        self._last = [chain.digests[-1] if chain.digests else chain.root for chain in chains]
+        self.made: list[list[bytes]] = []  # by page, then row
+        for row, chain in enumerate(chains):
+            chain.join(self, row)
+
+    def extend(self, ids: NDArray[np.int32]) -> list[bytes]:
+        """`ids` int32 [rows, page_tokens] of the next page of each: its digests."""
+        data, step = ids.tobytes(), self._step
+        pairs = zip(self._last, self._starts, strict=True)
+        self._last = made = [sha256(last + data[at : at + step]).digest() for last, at in pairs]
+        self.made.append(made)
+        return made
 
 
 def _field(tag: bytes, value: bytes) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aengine.memory.accounting import PoolStats
+from aengine.memory.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +51,21 @@ class Counters:
 
     def hit(self, cause: str, tokens: int) -> None:
         self.hit_tokens[cause] = self.hit_tokens.get(cause, 0) + tokens
+
+
+def gather(counters: Counters, pool: Pool, *, published: int, leases: int) -> CacheStats:
+    stats = pool.stats()
+    return CacheStats(
+        queries=counters.queries,
+        query_tokens=sum(counters.query_tokens.values()),
+        hit_tokens=sum(counters.hit_tokens.values()),
+        query_tokens_by_cause=dict(counters.query_tokens),
+        hit_tokens_by_cause=dict(counters.hit_tokens),
+        late_hit_tokens=counters.late_hit_tokens,
+        lost_to_sparse_tokens=counters.lost_to_sparse_tokens,
+        published_pages=published,
+        evicted_pages=sum(group.evicted + group.evicted_by_steal for group in pool.groups),
+        leases=leases,
+        usage=stats.usage,
+        pool=stats,
+    )

@@ -19,15 +19,19 @@ STOP_COLUMNS = 4  # stop ids compared in NumPy; a request with more is checked i
 
 
 class Columns:
-    """One entry per slot; `tokens` int32 [slots, max_tokens] is lazily touched virtual memory.
+    """One entry per slot; `tokens` int32 [slots, at least max_tokens] is lazily touched virtual memory.
 
-    `stride`: see SteadyRows.
+    `stride`: see SteadyRows. `pages` int32 [pages, stride]: the same ids page by page; without a stride, slot by slot.
     """
 
     def __init__(self, slots: int, max_tokens: int, stride: int = 0) -> None:
-        self.tokens = np.zeros((slots, max_tokens), np.int32)
+        width = -(-max_tokens // stride) * stride if stride else max_tokens
+        self.tokens = np.zeros((slots, width), np.int32)
         self.flat = self.tokens.reshape(-1)  # the same memory: one index is cheaper than two
-        self.base = np.arange(slots, dtype=np.int64) * max_tokens
+        self.page = stride or width
+        self.pages = self.tokens.reshape(-1, self.page)
+        self.base = np.arange(slots, dtype=np.int64) * width
+        self.first_page = self.base // self.page  # in `pages`
         self.handle = np.full(slots, -1, np.int64)
         self.ones = np.ones(slots, np.int32)  # counts and samples of decode rows
         self.all, self.none = np.ones(slots, np.bool_), np.zeros(slots, np.bool_)  # what they find in the relay
@@ -39,7 +43,6 @@ class Columns:
         self.expected = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
         self.capacity = np.zeros(slots, np.int32)
-        self.commit_at = np.zeros(slots, np.int32)
         self.last_step = np.zeros(slots, np.int64)
         self._stop_ids = [np.full(slots, -1, np.int32) for _ in range(STOP_COLUMNS)]
         self._stops_used = 0  # the first so many of them

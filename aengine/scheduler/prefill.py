@@ -131,7 +131,6 @@ def _start(scheduler: Scheduler, sequence: Sequence, lease: Lease) -> None:
     structured = sequence.matcher is not None
     c.occupy(slot, sequence.request, sequence.ids, lease.cached_tokens, structured=structured)
     c.capacity[slot] = lease.capacity_tokens
-    c.commit_at[slot] = scheduler.cache.next_commit(lease, lease.cached_tokens)
     at = bisect.bisect(scheduler.keys, sequence.key)
     scheduler.keys.insert(at, sequence.key)
     scheduler.order = np.concatenate([scheduler.order[:at], [slot], scheduler.order[at:]])

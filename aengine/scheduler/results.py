@@ -114,7 +114,7 @@ def _commit_decodes(scheduler: Scheduler, plan: StepPlan, result: StepResult) ->
     computed = plan.starts + 1
     c.computed[slots] = computed
     ended = _append_tokens(scheduler, slots, computed, plan.handles, result.tokens[:, 0], result.logprobs)
-    _publish_due(scheduler, slots, computed)
+    _publish_due(scheduler, slots, plan.starts, computed)
     return ended
 
 
@@ -125,14 +125,9 @@ def _commit_steady(scheduler: Scheduler, steady: SteadyRows, plan: StepPlan, res
     ended: list[Ending] = []
     for i in steady.append(plan, tokens).tolist():
         ended += _ending(scheduler, int(plan.slots[i]), int(tokens[i]))
-    due = steady.due(plan)
-    if len(due):
-        slots, done, cache = plan.slots[due], (plan.starts[due] + 1).tolist(), scheduler.cache
-        at = []
-        for lease, computed in zip(scheduler.leases(slots), done, strict=True):
-            cache.commit(lease, computed, computed + 1, steady.launched)
-            at.append(cache.next_commit(lease, computed))
-        steady.told(due, slots, at)
+    lane = steady.lane(plan.step + 1)
+    if lane is None or not lane.commit(scheduler):
+        _publish_due(scheduler, plan.slots, plan.starts, plan.starts + 1)
     return ended
 
 
@@ -161,7 +156,7 @@ def _commit_some(scheduler: Scheduler, plan: StepPlan, result: StepResult, live:
     if not plain.all():
         for row in rows[~plain].tolist():
             ended += _accept_drafts(scheduler, plan, row, result)
-    _publish_due(scheduler, slots, c.computed[slots])
+    _publish_due(scheduler, slots, plan.starts[rows], c.computed[slots])
     return ended
 
 
@@ -266,17 +261,21 @@ def _take_prompt_logprobs(scheduler: Scheduler, plan: StepPlan, result: StepResu
         scheduler.outputs.prompt_logprobs.append((sequence.request.handle, fresh))
 
 
-def _publish_due(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
-    """Tell the cache of the rows that it wants to hear of: some of those that crossed a page border."""
-    due = (computed >= scheduler.columns.commit_at[slots]).nonzero()[0]
-    if len(due):
-        _publish(scheduler, slots[due], computed[due])
+def _publish_due(scheduler: Scheduler, slots: Int64s, starts: Int32s, computed: Int32s) -> None:
+    """Tell the cache of the rows that it wants to hear of: those that have crossed a page border since `starts`."""
+    every = scheduler.cache.commit_tokens
+    if every:
+        due = (computed // every > starts // every).nonzero()[0]
+        if len(due):
+            _publish(scheduler, slots[due], computed[due])
 
 
 def _publish(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
-    c, cache, at = scheduler.columns, scheduler.cache, []
-    known, last = c.known[slots].tolist(), c.last_step[slots].tolist()
-    for lease, done, ids, last_step in zip(scheduler.leases(slots), computed.tolist(), known, last, strict=True):
-        cache.commit(lease, done, ids, last_step)
-        at.append(cache.next_commit(lease, done))
-    c.commit_at[slots] = at
+    c, cache, leases = scheduler.columns, scheduler.cache, scheduler.leases(slots)
+    if cache.commits_rows:
+        full = computed // c.page
+        cache.commit_rows(leases, full.tolist(), c.pages[c.first_page[slots] + full - 1])
+        return
+    columns = zip(leases, computed.tolist(), c.known[slots].tolist(), c.last_step[slots].tolist(), strict=True)
+    for lease, upto, known, last_step in columns:
+        cache.commit(lease, upto, known, last_step)

@@ -185,6 +185,8 @@ class Scheduler:
         if len(plan.deferred) and (broken := broken_rows(self, plan)):
             result = msgspec.structs.replace(result, failed={**broken, **result.failed})
         tainted = [handle for row in sorted(result.failed) for handle in self._retract_row(plan, row)]
+        if result.failed:
+            self.columns.disturb()
         self._retire(plan)
         for handle in tainted:
             self._void(handle)
@@ -200,6 +202,7 @@ class Scheduler:
         """The oldest step in flight raised: its rows fail; whoever shares a page it should have written recomputes."""
         plan = self._oldest_in_flight(step)
         tainted = self.cache.retract(step)
+        self.columns.disturb()
         self._retire(plan)
         for handle, slot in zip(plan.handles.tolist(), plan.slots.tolist(), strict=True):
             if self.columns.handle[slot] == handle:

@@ -38,6 +38,7 @@ class Lane:
         self._stride = np.full(count, cache.cohort_tokens, np.int32)
         self._columns = self._capacity.astype(np.int64) // cache.cohort_tokens
         self._next = np.ones(count, np.int64)
+        self._filling = scheduler.columns.first_page[slots] + self._columns - self._cohort.lag  # rows of `pages`
 
     def grow(self, scheduler: Scheduler) -> bool:
         """A page for each row, all of which have none left; False: pages are short."""
@@ -49,6 +50,14 @@ class Lane:
         np.add(self._capacity, self._stride, self._capacity)
         scheduler.columns.capacity[self._slots] = self._capacity
         return True
+
+    def commit(self, scheduler: Scheduler) -> bool:
+        """The cache hears that each row has filled a page; False: not this way."""
+        cohort, c = self._cohort, scheduler.columns
+        if cohort.commits:
+            cohort.commit(c.pages[self._filling])
+            np.add(self._filling, self._next, self._filling)
+        return cohort.commits or cohort.idle
 
 
 class SteadyRows:
@@ -66,7 +75,7 @@ class SteadyRows:
         self._capacity = columns.capacity[plan.slots]
         self._stride = stride
         self._unseen = stride or NEVER  # in so many steps every row will have crossed a page
-        self._lanes: dict[int, Int64s | Lane] = {}  # by the step in which they cross next; slots only, till then
+        self._lanes: dict[int, Int64s | Lane] = {}  # by the steps in which they cross, modulo `stride`; slots till then
 
     def grow(self, scheduler: Scheduler) -> bool:
         """Make the next position of every row writable; False when that has to be done row by row."""
@@ -86,17 +95,22 @@ class SteadyRows:
             return False
         self._capacity[crossing] = self._columns.capacity[slots]
         if self._stride:
-            self._lanes[self.step + self._stride] = slots
+            self._lanes[self.step % self._stride] = slots
         return True
 
     def _grow_lane(self, scheduler: Scheduler) -> bool:
-        lane = self._lanes.pop(self.step, None)
+        at = self.step % self._stride
+        lane = self._lanes.get(at)
         if lane is None:
             return True
         if not isinstance(lane, Lane):
-            lane = Lane(scheduler, lane)
-        self._lanes[self.step + self._stride] = lane
+            lane = self._lanes[at] = Lane(scheduler, lane)
         return lane.grow(scheduler)
+
+    def lane(self, step: int) -> Lane | None:
+        """The rows that cross a page in `step`, which is the newest or the next; None: they have to be looked for."""
+        lane = self._lanes.get(step % self._stride) if self._unseen == 0 else None
+        return lane if isinstance(lane, Lane) else None
 
     def build(
         self,
@@ -153,18 +167,6 @@ class SteadyRows:
         self._ahead = np.ones(len(slots), np.int64)
         self._unchecked = int((c.check_at[slots] - c.known[slots]).min())  # so many tokens end nobody by their number
         self._stop_ids = [column[slots] for column in c.stop_columns]
-        self._due = c.commit_at[slots] - 1
-
-    def due(self, plan: StepPlan) -> Int64s:
-        """Rows that the cache wants to hear of."""
-        due: Int64s = (plan.starts >= self._due).nonzero()[0]
-        return due
-
-    def told(self, due: Int64s, slots: Int64s, at: list[int]) -> None:
-        """The cache has heard of them, which are in `slots`, and wants to again when at[i] positions are computed."""
-        commit_at = np.array(at, np.int32)
-        self._columns.commit_at[slots] = commit_at
-        self._due[due] = commit_at - 1
 
 
 def steady_step(scheduler: Scheduler) -> SteadyRows | None:

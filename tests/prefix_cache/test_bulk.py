@@ -7,7 +7,7 @@ import pytest
 
 from aengine.memory import Full, Pool, Window, attention_group, plan, uniform_plan
 from aengine.prefix_cache import Lease, PrefixCache
-from aengine.prefix_cache.bulk import NEVER, PUBLISH_PAGES, next_commit
+from aengine.prefix_cache.audit import audit
 
 PAGE = 4
 
@@ -84,14 +84,75 @@ def test_what_was_not_published_while_it_ran_is_at_release() -> None:
     assert again.cached_tokens == 20
 
 
-def test_rows_publish_in_turn_and_without_a_cache_never() -> None:
-    stride = PUBLISH_PAGES * 16
-    due = [next_commit(serial, 100, 16) for serial in range(64)]
-    assert all(100 < at <= 100 + stride and at % 16 == 0 for at in due)
-    assert max(due.count(at) for at in due) <= 16  # of 64 rows in 8 turns
-    assert next_commit(3, due[3], 16) == due[3] + stride
-    off = PrefixCache(pools("one group"), enabled=False)
-    assert off.next_commit(opened(off, [4])[0], 4) == NEVER
+def follow(caches: list[PrefixCache], leases: list[list[Lease]], *, depth: int, rounds: int) -> None:
+    """Rows that all fill a page at once, by cohort in one cache and one by one in the other; `depth`: pages that they
+    have and that nothing was computed of."""
+    together, apart = caches
+    cohort = together.cohort(leases[0])
+    assert cohort.commits
+    assert cohort.lag == depth
+    at = [lease.known for lease in leases[0]]
+    for turn in range(rounds):
+        assert cohort.grow() is not None
+        starts = [known + (depth + turn) * PAGE for known in at]
+        assert apart.grow_rows(leases[1], starts) is not None
+        filled = [known + (turn + 1) * PAGE for known in at]
+        pairs = zip(leases[0], filled, strict=True)
+        cohort.commit(np.stack([lease.tokens[done - PAGE : done] for lease, done in pairs]))
+        for lease, done in zip(leases[1], filled, strict=True):
+            apart.commit(lease, done, done + 1, 2)
+        assert published(together) == published(apart)
+        together.check()
+
+
+def published(cache: PrefixCache) -> list[tuple[bytes, int]]:
+    return [(name, page.id) for name, page in cache.pool.names[0].items()]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_cohort_names_what_its_leases_would(depth: int) -> None:
+    caches = [PrefixCache(Pool(uniform_plan(120, PAGE))) for _ in range(2)]
+    leases = [opened(cache, [4, 8, 12, 8]) for cache in caches]
+    for cache, mine in zip(caches, leases, strict=True):
+        for ahead in range(depth):
+            assert cache.grow_rows(mine, [lease.known + ahead * PAGE for lease in mine]) is not None
+    follow(caches, leases, depth=depth, rounds=8)
+    ends = [lease.known + 8 * PAGE for lease in leases[0]]
+    for one, other in zip(*leases, strict=True):
+        assert one.chain.digests == other.chain.digests
+        assert one.tables == other.tables
+    for cache, mine in zip(caches, leases, strict=True):
+        for lease, end in zip(mine, ends, strict=True):
+            cache.release(lease, last_step=2, known=end, computed=end)
+        cache.retire(2)
+        cache.check()
+    assert published(caches[0]) == published(caches[1])
+
+
+def test_a_cohort_of_rows_in_different_states_leaves_publishing_to_others() -> None:
+    cache = PrefixCache(Pool(uniform_plan(60, PAGE)))
+    leases = opened(cache, [4, 8])
+    assert cache.cohort(leases).commits
+    for start in (8, 12, 16):
+        assert cache.grow_rows(leases[1:], [start]) is not None
+    for order in (leases, leases[::-1]):
+        cohort = cache.cohort(order)
+        assert not cohort.commits
+        assert cohort.grow() is not None
+    cache.check()
+
+
+def test_a_cohort_with_a_lease_that_publishes_nothing_leaves_publishing_to_others() -> None:
+    cache = PrefixCache(Pool(uniform_plan(60, PAGE)))
+    leases = opened(cache, [4, 8])
+    assert cache.grow_rows(leases, [4, 8]) is not None
+    leases[1].publishes = False
+    cohort = cache.cohort(leases)
+    assert not cohort.commits
+    assert not cohort.idle
+    off = PrefixCache(Pool(uniform_plan(60, PAGE)), enabled=False)
+    assert off.cohort(opened(off, [4])).idle
+    assert (off.commit_tokens, cache.commit_tokens) == (0, PAGE)
 
 
 def test_pages_of_one_group_come_in_the_same_order_one_by_one_and_at_once() -> None:
@@ -103,3 +164,30 @@ def test_pages_of_one_group_come_in_the_same_order_one_by_one_and_at_once() -> N
         singles.append(page.id)
     assert [page.id for page in many.take([7])[0]] == singles
     assert many.shortage([3]) == one.shortage([3]) == (1,)
+
+
+def test_pages_of_a_full_pool_come_in_the_same_order_one_by_one_and_at_once() -> None:
+    order = [3, 7, 1, 8, 2, 6, 5, 4]
+    one, many = pools("one group", 8), pools("one group", 8)
+    for pool in (one, many):
+        pages = {page.id: page for page in pool.take([8])[0]}
+        for number in order:
+            pool.publish(pages[number], bytes([number]))
+            pool.drop(pages[number], 0)
+        pool.pin(pages[7])
+        pool.drop(pages[7], 0)  # used again: the youngest
+    taken = [many.take([3])[0], many.take([2])[0], many.take([3])[0]]
+    singles = [one.take_one(0) for _ in range(8)]
+    assert (
+        [page.id for pages in taken for page in pages]
+        == [page.id for page in singles if page]
+        == [*order[:1], *order[2:], 7]
+    )
+    for pool, held in ((many, [page for pages in taken for page in pages]), (one, [page for page in singles if page])):
+        assert not pool.names[0]
+        assert pool.groups[0].evicted == 8
+        audit(pool, [held])
+        for page in held:
+            pool.drop(page, 0)
+        audit(pool, [])
+    assert many.try_take([9]) is None

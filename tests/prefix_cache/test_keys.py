@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aengine.prefix_cache.keys import MediaItem, TokenChain, media_keys, root_key
+from aengine.prefix_cache.keys import ChainRows, MediaItem, TokenChain, media_keys, root_key
 from tests.counting import calls
 
 
@@ -34,6 +34,23 @@ def test_hashing_in_parts_gives_the_same_chain(tokens: list[int], parts: list[in
     for count in itertools.accumulate(parts):
         if count * page <= len(buffer):
             assert chain.extend(count) == whole[:count]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 5))
+def test_chains_that_go_on_together_are_those_that_go_on_alone(ahead: list[int], rounds: int, page: int) -> None:
+    buffers = [np.arange(row, row + 48, dtype=np.int32) for row in range(len(ahead))]
+    chains = [TokenChain(root_key(salt=str(row)), buffer, page) for row, buffer in enumerate(buffers)]
+    for chain, pages in zip(chains, ahead, strict=True):
+        chain.extend(pages)
+    rows = ChainRows(chains)
+    for turn in range(rounds):
+        at = [(pages + turn) * page for pages in ahead]
+        made = rows.extend(np.stack([buffer[i : i + page] for buffer, i in zip(buffers, at, strict=True)]))
+        assert made == [chain.digests[-1] for chain in chains]
+    for row, (chain, buffer) in enumerate(zip(chains, buffers, strict=True)):
+        alone = TokenChain(root_key(salt=str(row)), buffer, page)
+        assert chain.digests == alone.extend(ahead[row] + rounds)
+        assert chain.extend(ahead[row] + rounds + 1) == alone.extend(ahead[row] + rounds + 1)
 
 
 @given(st.lists(st.integers(0, 1), min_size=8, max_size=8), st.lists(st.integers(0, 1), min_size=8, max_size=8))

@@ -226,7 +226,7 @@ def test_steady_decode_touches_rows_only_where_they_cross_pages(rows: int) -> No
 
 
 def test_everything_generated_is_a_hit_once_its_sequence_has_ended() -> None:
-    """Pages are published several at a time while a sequence runs; none is lost when it ends in between."""
+    """Also what its last step has filled."""
     made = scheduler()
     made.submit(request(1, 20, output=60))
     while made.has_unfinished:
@@ -287,34 +287,81 @@ def test_steady_rows_plan_and_account_as_looking_would() -> None:
     for seed, depth in enumerate((0, 1, 2, 1)):
         twins = [scheduler(pages=(30, 60, 60, 200)[seed], max_seqs=6) for _ in range(2)]
         chance = np.random.default_rng(seed)
-        handle = 0
         for turn in range(300):
             if turn % 37 == 0:
-                handle += 1
-                asked = request(handle, int(chance.integers(1, 40)), int(chance.integers(20, 90)))
+                asked = request(1 + turn // 37, int(chance.integers(1, 40)), int(chance.integers(20, 90)))
                 for made in twins:
                     made.submit(asked)
             if turn % 97 == 96 and twins[0].oldest() is not None:
                 for made in twins:
                     made.abort(made.oldest() or 0)
-            spared += twins[0].columns.steady is not None
-            twins[1].columns.steady = None
-            plans = [made.plan() for made in twins]
-            assert_same(*plans)
-            if plans[0] is not None and twins[0].in_flight > depth:
-                token = int(chance.integers(1, 40))
-                told = []
-                for made in twins:
-                    answer = result(made._in_flight[0], token)
-                    if turn % 71 == 70 and len(answer.counts):
-                        answer = msgspec.structs.replace(answer, failed={0: "planted"})
-                    told.append(made.commit(answer))
-                assert_same(*told)
-                for name in ("known", "computed", "scheduled", "expected", "capacity", "commit_at", "last_step"):
-                    one, other = (getattr(made.columns, name)[made.order] for made in twins)
-                    assert one.tolist() == other.tolist(), name
-                twins[0].cache.check()
+            spared += step_both(twins, depth, int(chance.integers(1, 40)), fails=turn % 71 == 70)
     assert spared > 300
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_lanes_plan_publish_and_evict_as_looking_would(depth: int) -> None:
+    """Few disturbances: rows that cross pages together, in a pool that others have filled. One row ends, one fails, and
+    others arrive, which hit what was generated."""
+    twins = [scheduler(pages=80, max_seqs=8) for _ in range(2)]
+    for made in twins:
+        for number, page in enumerate(made.cache.pool.take([80])[0]):
+            made.cache.pool.publish(page, bytes([number]))
+            made.cache.pool.drop(page, 0)
+    asked = [request(handle, 20 + handle % 3, 60 if handle == 3 else 160) for handle in range(1, 7)]
+    tokens = np.concatenate([asked[1].prompt_ids, np.full(120, 5, np.int32)])
+    asked += [msgspec.structs.replace(request(handle, 140), prompt_ids=tokens[:140]) for handle in (7, 8)]
+    lanes = 0
+    for turn in range(150):
+        for made in twins:
+            for late in asked[:6] if turn == 0 else asked[6:] if turn == 130 else ():
+                made.submit(late)
+        step_both(twins, depth, 5, fails=turn == 90)
+        steady = twins[0].columns.steady
+        lanes += steady is not None and steady.lane(steady.step) is not None
+    assert lanes > 3
+    hits = [made.cache.stats().hit_tokens for made in twins]
+    assert hits[0] == hits[1] >= 2 * 128
+    assert twins[0].cache.pool.groups[0].evicted > 40
+
+
+def step_both(twins: list[Scheduler], depth: int, token: int, *, fails: bool) -> bool:
+    """The same step of two schedulers, of which the second is made to look; whether the first need not."""
+    spared = twins[0].columns.steady is not None
+    twins[1].columns.steady = None
+    plans = [made.plan() for made in twins]
+    assert_same(*plans)
+    if plans[0] is not None and twins[0].in_flight > depth:
+        told = []
+        for made in twins:
+            answer = result(made._in_flight[0], token)
+            if fails and len(answer.counts):
+                answer = msgspec.structs.replace(answer, failed={0: "planted"})
+            told.append(made.commit(answer))
+        assert_same(*told)
+        for name in ("known", "computed", "scheduled", "expected", "capacity", "last_step"):
+            one, other = (getattr(made.columns, name)[made.order] for made in twins)
+            assert one.tolist() == other.tolist(), name
+        assert names_of(twins[0]) == names_of(twins[1])
+        twins[0].cache.check()
+    return spared
+
+
+def names_of(made: Scheduler) -> list[tuple[bytes, int]]:
+    """What is published, oldest first."""
+    return [(name, page.id) for name, page in made.cache.pool.names[0].items()]
+
+
+def test_what_runs_publishes_every_page_in_the_step_that_fills_it() -> None:
+    """None waits for another, whether rows are looked at, or go on steadily, in lanes after a page's steps."""
+    made = scheduler(pages=16 * 12, max_seqs=16)
+    for handle in range(1, 17):
+        made.submit(request(handle, 16 + handle, output=100))
+    while int((made.columns.known >= 33).sum()) < 16:
+        step(made)
+    for _ in range(40):
+        step(made)
+        assert len(names_of(made)) == int((made.columns.computed // 16).sum())
 
 
 def assert_same(one: object, other: object) -> None:
