@@ -33,6 +33,10 @@ def run(args: argparse.Namespace, serve: Serve | None = None) -> int:
     config = config_of(args)
     if args.print_config:
         return print_config(config)
+    if config.engine.device.device != "sim":
+        from aengine.engine.ahead import begin_to_load_torch
+
+        begin_to_load_torch()
     from aengine.server.process import configure_logging, run_on_fast_loop
 
     configure_logging(config.server.log_level)

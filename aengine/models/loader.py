@@ -29,8 +29,6 @@ from aengine.models.config import ModelConfig, config_from_folder
 from aengine.models.gguf import open_gguf
 from aengine.models.gguf_config import config_from_gguf
 from aengine.models.holding import HeldCheckpoint, Hold
-from aengine.models.packed_checkpoint import PackedCheckpoint
-from aengine.models.packings import packings_of
 from aengine.models.placing import PlacedCheckpoint, place
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
@@ -91,7 +89,12 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     if files.kind == "gguf":
         return GGUFCheckpoint(open_gguf(files.path), config)
     plain = SafetensorsCheckpoint(files.path, safetensors_files(files.path))
-    return plain if config.quantised is None else PackedCheckpoint(plain, packings_of(config.quantised))
+    if config.quantised is None:
+        return plain
+    from aengine.models.packed_checkpoint import PackedCheckpoint
+    from aengine.models.packings import packings_of
+
+    return PackedCheckpoint(plain, packings_of(config.quantised))
 
 
 def load_model(
