@@ -35,7 +35,7 @@ ROOMS = {
 }
 EXTRA_EDGES = {
     "memory/arena.py": {"kernels"},  # the one file of its room that holds tensors
-    "cli/serve.py": {"engine"},  # engine/ahead.py, before the server and thus the engine are imported
+    "cli/serve.py": {"engine"},  # what an engine wants of its process before anything large is imported
 }
 HEAVY = {"torch", "transformers", "aiohttp", "asyncio", "tokenizers"}
 FORBIDDEN = {
