@@ -33,10 +33,7 @@ ROOMS = {
     "cli": BASE | {"server", "frontends", "__init__"},
     "__init__": BASE | {"engine", "client"},
 }
-EXTRA_EDGES = {
-    "memory/arena.py": {"kernels"},  # the one file of its room that holds tensors
-    "cli/serve.py": {"engine"},  # what an engine wants of its process before anything large is imported
-}
+EXTRA_EDGES = {"memory/arena.py": {"kernels"}}  # the one file of its room that holds tensors
 HEAVY = {"torch", "transformers", "aiohttp", "asyncio", "tokenizers"}
 FORBIDDEN = {
     "errors": HEAVY,

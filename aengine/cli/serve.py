@@ -33,12 +33,6 @@ def run(args: argparse.Namespace, serve: Serve | None = None) -> int:
     config = config_of(args)
     if args.print_config:
         return print_config(config)
-    from aengine.engine.ahead import begin_to_load_torch
-    from aengine.engine.process import collect_seldom
-
-    collect_seldom()  # imports are 125 collections otherwise, 0.06 s
-    if config.engine.device.device != "sim":
-        begin_to_load_torch()
     from aengine.server.process import configure_logging, run_on_fast_loop
 
     configure_logging(config.server.log_level)
