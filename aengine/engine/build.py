@@ -14,7 +14,6 @@ from functools import partial
 
 from aengine.config import EngineConfig, SchedulerConfig, home, usable_home
 from aengine.engine.build_cpu import make_cpu
-from aengine.engine.build_sim import make_sim
 from aengine.engine.facts import ModelInfo, StartupReport
 from aengine.engine.grammars import Grammars
 from aengine.engine.images import Images
@@ -121,6 +120,8 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     """The parts of the device that `config` names; `auto` is CUDA where there is any."""
     device = config.device.device
     if device == "sim":
+        from aengine.engine.build_sim import make_sim
+
         return make_sim(config, files, ledger)
     if config.device.compile:
         import_left_out()

@@ -36,7 +36,6 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         from aengine.engine.weights import model_bytes
         from aengine.kernels.ops import state_specs
         from aengine.memory.arena import Arena
-        from aengine.runner.compiled import compile_forward
         from aengine.runner.executor import make_executor
 
     ops, model = load_for_cpu(config, files, ledger)
@@ -58,6 +57,8 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     ledger.lines.append(f"context {context} tokens; {ops.name} kernels; {name}; KV {kv}")
 
     if config.device.compile:
+        from aengine.runner.compiled import compile_forward
+
         with ledger.phase("compile"):
             ledger.lines.append(compile_forward(model, ops, torch.device("cpu")))
 

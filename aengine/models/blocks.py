@@ -20,6 +20,8 @@ from aengine.models.ggml_types import GgmlType
 from aengine.models.quants import CHUNK_ELEMENTS, halves, k_scales_and_minima, q3_k_scales
 from aengine.models.spread import spread
 
+Unpack = Callable[[str, Tensor, Tensor, Tensor, Tensor | None], None]
+"""(format, blocks, codes, scale, minimum): a backend's own way to do what a form's `fill` does, to the same bits."""
 _Fill = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 
 
@@ -34,8 +36,9 @@ class _Form:
     fill: _Fill
 
 
-def quantised(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> Quantised | None:
-    """raw uint8 [bytes] of a matrix `shape` [out, in]; None when the format keeps plain numbers."""
+def quantised(raw: Tensor, kind: GgmlType, shape: tuple[int, ...], unpack: Unpack | None = None) -> Quantised | None:
+    """raw uint8 [bytes] of a matrix `shape` [out, in]; None when the format keeps plain numbers. `unpack`: in place of
+    plain torch."""
     form = _FORMS.get(kind.name)
     if form is None or len(shape) != 2:
         return None
@@ -49,7 +52,10 @@ def quantised(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> Quantised 
     def fill(part: slice) -> None:
         form.fill(blocks[part], codes[part], scale[part], None if minimum is None else minimum[part])
 
-    spread(count, CHUNK_ELEMENTS // kind.block_elements, fill)
+    if unpack is not None:
+        unpack(kind.name, blocks, codes, scale, minimum)
+    else:
+        spread(count, CHUNK_ELEMENTS // kind.block_elements, fill)
     whole = codes.view(out, size_in)
     return Quantised(
         codes=whole if form.bits == 4 else whole.view(torch.int8),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aengine.errors import ModelLoadError
 from aengine.kernels.quantised import Quantised
-from aengine.models.blocks import quantised
+from aengine.models.blocks import Unpack, quantised
 from aengine.models.config import ModelConfig, read_json
 from aengine.models.gguf import GGUFFile, TensorInfo
 from aengine.models.quants import dequantise
@@ -169,10 +169,10 @@ _GGUF_GEMMA = {
 
 
 class GGUFCheckpoint:
-    """A GGUF file seen through Hugging Face's names and row order."""
+    """A GGUF file seen through Hugging Face's names and row order. `unpack`: see `blocks.quantised`."""
 
-    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
-        self._file, self._config = file, config
+    def __init__(self, file: GGUFFile, config: ModelConfig, unpack: Unpack | None = None) -> None:
+        self._file, self._config, self._unpack = file, config, unpack
         layer = _GGUF_LAYER | (_GGUF_GEMMA if config.family == "gemma3" else {})
         self._back = {gguf: hf for hf, gguf in layer.items()}
         self._layer = layer
@@ -192,7 +192,7 @@ class GGUFCheckpoint:
 
     def quantised(self, name: str) -> Quantised | None:
         info = self._info(name)
-        part = quantised(torch.from_numpy(self._file.raw(info.name)), info.type, info.shape)
+        part = quantised(torch.from_numpy(self._file.raw(info.name)), info.type, info.shape, self._unpack)
         heads = self._interleaved_heads(name)
         return part.with_rows(partial(rows_to_halves, heads=heads)) if part is not None and heads else part
 

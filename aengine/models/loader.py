@@ -17,6 +17,7 @@ import torch
 from aengine.kernels.ops import Model, Ops
 from aengine.kernels.quantised import Quantised
 from aengine.kernels.reference import ReferenceOps
+from aengine.models.blocks import Unpack
 from aengine.models.bounds import absurd_values
 from aengine.models.checkpoint import (
     Checkpoint,
@@ -29,8 +30,6 @@ from aengine.models.config import ModelConfig, config_from_folder
 from aengine.models.gguf import open_gguf
 from aengine.models.gguf_config import config_from_gguf
 from aengine.models.holding import HeldCheckpoint, Hold
-from aengine.models.packed_checkpoint import PackedCheckpoint
-from aengine.models.packings import packings_of
 from aengine.models.placing import PlacedCheckpoint, place
 from aengine.models.registry import MODELS
 from aengine.models.store import ModelFiles, Progress
@@ -86,12 +85,18 @@ def outline(files: ModelFiles, dtype: torch.dtype) -> Model:
     return MODELS[config.family].load(config, _Shapes(open_checkpoint(files, config)), ReferenceOps(), dtype)
 
 
-def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
-    """The model's tensors by Hugging Face name. Raises ModelLoadError when weight files are missing or malformed."""
+def open_checkpoint(files: ModelFiles, config: ModelConfig, unpack: Unpack | None = None) -> Checkpoint:
+    """The model's tensors by Hugging Face name. `unpack`: how a backend takes GGML blocks apart, if it does. Raises
+    ModelLoadError when weight files are missing or malformed."""
     if files.kind == "gguf":
-        return GGUFCheckpoint(open_gguf(files.path), config)
+        return GGUFCheckpoint(open_gguf(files.path), config, unpack)
     plain = SafetensorsCheckpoint(files.path, safetensors_files(files.path))
-    return plain if config.quantised is None else PackedCheckpoint(plain, packings_of(config.quantised))
+    if config.quantised is None:
+        return plain
+    from aengine.models.packed_checkpoint import PackedCheckpoint
+    from aengine.models.packings import packings_of
+
+    return PackedCheckpoint(plain, packings_of(config.quantised))
 
 
 def load_model(
@@ -110,7 +115,8 @@ def load_model(
     Peak memory: the weights plus one layer. `device`: where dense weights go, one by one as they are read.
     """
     config = load_config(files)
-    held = HeldCheckpoint(open_checkpoint(files, config), hold, float8=bool(getattr(ops, "holds_float8", False)))
+    opened = open_checkpoint(files, config, getattr(ops, "unpack_blocks", None))
+    held = HeldCheckpoint(opened, hold, float8=bool(getattr(ops, "holds_float8", False)))
     source: Checkpoint = held if device is None else PlacedCheckpoint(held, device)
     with _one_thread():
         model = MODELS[config.family].load(config, source, ops, dtype, progress)

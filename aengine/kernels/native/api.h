@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define AE_EXPORT __attribute__((visibility("default")))
-#define AE_ABI 6
+#define AE_ABI 7
 
 enum { AE_F32 = 0, AE_BF16 = 1, AE_I8 = 2, AE_F16 = 3, AE_QUANTISED = 4 }; /* AE_I8: KV pages only */
 enum { AE_OK = 0, AE_NO_MEMORY = 1, AE_BAD_CALL = 2 };
@@ -82,6 +82,15 @@ typedef struct {
     const ae_segment *segment;
     int64_t stride, in_features;
 } ae_pack_quantised_args;
+
+/* `count` blocks of the GGML format of number `kind` -> codes, one byte each (0 .. 15 of 4-bit formats, else int8), and
+ * for each group of them a scale and a minimum; `minimum` is NULL exactly where the format has none. */
+typedef struct {
+    const void *blocks;
+    int64_t kind, count;
+    void *codes;
+    float *scale, *minimum;
+} ae_unpack_args;
 
 /* out[t] = row ids[t] of a weight packed for ae_linear, as it was before packing, rounded once to out_dtype. */
 typedef struct {
@@ -404,6 +413,8 @@ AE_EXPORT int64_t ae_codes_bytes(const ae_context *, int64_t bits, int64_t in_fe
 AE_EXPORT int64_t ae_scale_bytes(const ae_context *, int64_t bits, int64_t group, int64_t scale_dtype,
                                  int64_t in_features, int64_t out_features);
 AE_EXPORT int ae_pack_quantised(ae_context *, const ae_pack_quantised_args *);
+
+AE_EXPORT int ae_unpack(ae_context *, const ae_unpack_args *);
 
 AE_EXPORT int ae_linear(ae_context *, const ae_linear_args *);
 AE_EXPORT int ae_embed(ae_context *, const ae_embed_args *);

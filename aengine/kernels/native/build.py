@@ -27,7 +27,7 @@ COMPILERS = ("cc", "gcc", "clang")
 _COMMON_UNITS = ("pool.c", "context.c", "step.c")
 _KERNEL_UNITS = (
     "quantised.c", "attention.c", "gemm.c", "quantised_pack.c", "elementwise.c", "recurrent.c", "mixture.c",
-    "sample.c", "table.c",
+    "sample.c", "unpack.c", "table.c",
 )  # fmt: skip
 # Contraction off: sums and products are fused only where the source says so (see simd.h).
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")

@@ -70,6 +70,7 @@ class HostOnly(tuple[int, ...]):
 
 # What may be asked of a tensor besides views of it and its properties: nothing that depends on its content.
 _METADATA = {"data_ptr", "stride", "size", "dim", "numel", "element_size", "is_contiguous", "storage_offset", "__len__"}
+_PROPERTIES = (torch.Size, torch.dtype, torch.device, torch.layout, int)
 
 
 class _ViewsOnly(TorchFunctionMode):
@@ -79,8 +80,8 @@ class _ViewsOnly(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", str(func))
-        if name in _METADATA:
+        name = getattr(func, "__name__", None) or str(func)
+        if name in _METADATA or (name == "__get__" and isinstance(made, _PROPERTIES)):
             return made
         memory = {_storage(value) for value in args if isinstance(value, Tensor)}
         for value in made if isinstance(made, tuple | list) else (made,):

@@ -37,6 +37,7 @@ typedef struct {
     int (*pack)(ae_context *, const ae_pack_args *);
     int (*linear)(ae_context *, const ae_linear_args *);
     int (*pack_quantised)(ae_context *, const ae_pack_quantised_args *);
+    int (*unpack)(ae_context *, const ae_unpack_args *);
     int (*embed_packed)(ae_context *, const ae_embed_packed_args *);
     int (*rms_norm)(ae_context *, const ae_rms_norm_args *);
     int (*add)(ae_context *, const ae_add_args *);

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from struct import Struct
 
-ABI = 6
+ABI = 7
 
 # One entry per struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
@@ -24,6 +24,7 @@ PACK_ARGS = Struct("PqqPqq")
 SEGMENT = Struct("PPPqqqqq")
 QUANTISED = Struct("qP")
 PACK_QUANTISED_ARGS = Struct("PPPPqq")
+UNPACK_ARGS = Struct("PqqPPP")
 EMBED_PACKED_ARGS = Struct("PqPPqqqq")
 EMBED_ARGS = Struct("PqPPqq")
 RMS_NORM_ARGS = Struct("PPPPPqqqqqqqd")
@@ -85,7 +86,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     _declare(library, "ae_scale_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 5)
     _declare(library, "ae_program_run", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_operation", ctypes.c_int64, ctypes.c_char_p)
-    for name in ("pack", "pack_quantised", *OPERATIONS):
+    for name in ("pack", "pack_quantised", "unpack", *OPERATIONS):
         # A bytes object goes over as the address of its content, which is the args struct.
         _declare(library, f"ae_{name}", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
     return library

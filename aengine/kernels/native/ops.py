@@ -37,6 +37,7 @@ from aengine.kernels.native.library import (
     check,
 )
 from aengine.kernels.native.packed import CODES, PackedLinear, Packer
+from aengine.kernels.native.unpack import Unpacker
 from aengine.kernels.ops import AttentionSpec, Experts, LayerKV, Linear, RopeTable, StateSpec, StepBatch
 from aengine.kernels.reference_cross import write_items
 
@@ -50,6 +51,7 @@ class NativeOps:
         self.name = f"native-{context.isa}"
         self.context = context
         self._packer = Packer(context)
+        self.unpack_blocks = Unpacker(context).unpack  # asked for by whoever loads a model
         self._operations = {name: context.operation(name) for name in OPERATIONS}
         self._experts: dict[int, PackedExperts] = {}
         self._seen: SeenItems | None = None  # of the last step: its cross layers have one

@@ -6,6 +6,7 @@
 int AE_FN(pack)(ae_context *, const ae_pack_args *);
 int AE_FN(linear)(ae_context *, const ae_linear_args *);
 int AE_FN(pack_quantised)(ae_context *, const ae_pack_quantised_args *);
+int AE_FN(unpack)(ae_context *, const ae_unpack_args *);
 int AE_FN(embed_packed)(ae_context *, const ae_embed_packed_args *);
 int AE_FN(rms_norm)(ae_context *, const ae_rms_norm_args *);
 int AE_FN(add)(ae_context *, const ae_add_args *);
@@ -29,6 +30,7 @@ const ae_kernels AE_FN(ae_kernels) = {
     .pack = AE_FN(pack),
     .linear = AE_FN(linear),
     .pack_quantised = AE_FN(pack_quantised),
+    .unpack = AE_FN(unpack),
     .embed_packed = AE_FN(embed_packed),
     .rms_norm = AE_FN(rms_norm),
     .add = AE_FN(add),
