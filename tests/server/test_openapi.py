@@ -69,7 +69,7 @@ VALUES += [[1], ["a"], {"type": "function"}, {"type": []}, [{"type": {}}], {"a":
 
 @pytest.fixture(scope="module")
 def document():
-    return openapi.document(ROUTES)
+    return openapi.document(ROUTES, key=True)
 
 
 async def test_every_route_is_in_it(serve):
