@@ -12,7 +12,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from aengine.server.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, SamplingFields, Tokens, told
+from aengine.server.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOP_STRINGS,
+    MAX_TOOLS,
+    NonEmpty,
+    SamplingFields,
+    Tokens,
+    told,
+)
 
 ROLES = ("user", "assistant", "system")
 
@@ -98,6 +107,6 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`/v1/messages`."""
 
     max_tokens: Tokens
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[NonEmpty], told(maxItems=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
