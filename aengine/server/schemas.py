@@ -73,7 +73,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[TokenId], told(minItems=1)] | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, told(minimum=-1, maximum=2**64 - 1, **{"not": {"const": 0}})] | None = None
+    truncate_prompt_tokens: Annotated[int, told(minimum=-1, **{"not": {"const": 0}})] | None = None
     priority: Annotated[int, told(minimum=-(2**31), maximum=2**31 - 1)] | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
