@@ -456,6 +456,14 @@ async def test_26_reset_prefix_cache_under_load(on_sim):
     assert len(set(texts)) == 1
     await until(lambda: engine.stats().kv_usage == 0)
 
+    async def cached():
+        usage = (await (await client.post(PLAIN, json=body)).json())["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert await cached() > 40  # those eight left it
+    assert (await client.post("/reset_prefix_cache")).status == 200
+    assert await cached() == 0
+
 
 async def test_27_metrics_count_exactly(on_sim, sim, monkeypatch):  # noqa: F811
     client, engine = await on_sim(step_s=0.002)
