@@ -16,10 +16,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from aengine.server.anthropic_schema import CountBody, MessagesBody
 from aengine.server.context import server_version
 from aengine.server.edge import MESSAGES_PATH, OPEN_PATHS
 from aengine.server.envelope import encode_json
+from aengine.server.responses_schema import ResponsesBody
 from aengine.server.routes import Route
+from aengine.server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 PATH = "/openapi.json"
 _REF = "#/components/schemas/{name}"
@@ -43,6 +46,16 @@ _EVENT = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string", "contentMediaType": "application/json"}},
     "required": ["data"],
+}
+_HELLO = [{"role": "user", "content": "Say hello."}]
+_EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {  # one body of each kind
+    ChatBody: {"messages": _HELLO, "max_tokens": 16, "temperature": 0},
+    CompletionBody: {"prompt": "Once upon a time", "max_tokens": 16},
+    ResponsesBody: {"input": "Say hello.", "max_output_tokens": 16},
+    MessagesBody: {"messages": _HELLO, "max_tokens": 16},
+    CountBody: {"messages": _HELLO},
+    TokenizeBody: {"prompt": "Once upon a time"},
+    DetokenizeBody: {"tokens": [1, 2, 3]},
 }
 _WORDS = {
     "200": "Done",
@@ -135,7 +148,7 @@ def _operation(route: Route, described: Mapping[type[msgspec.Struct], Any], quer
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
-        schema = {"application/json": {"schema": described[route.body]}}
+        schema = {"application/json": {"schema": described[route.body], "example": _EXAMPLES[route.body]}}
         operation["requestBody"] = {"required": True, "content": schema}
     if route.path in OPEN_PATHS:
         operation["security"] = []

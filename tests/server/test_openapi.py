@@ -142,6 +142,16 @@ async def test_answers_without_a_body_are_the_structs(serve):
     assert {"/v1/models", "/v1/models/{id}", "/tokenizer_info", "/health", "/debug/trace", "/version"} <= seen
 
 
+async def test_examples_are_answered(serve, document):
+    client, _ = await serve()
+    for route in ROUTES:
+        if route.body is not None:
+            content = document["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
+            response = await client.post(route.path, json=content["example"])
+            assert response.status == 200, await response.text()
+            assert "x-aengine-ignored" not in response.headers
+
+
 def bounds(schema):
     """Values just outside of what a number may be."""
     step = 1 if schema["type"] == "integer" else 0.25
