@@ -12,7 +12,7 @@ from typing import Any
 
 from aengine.errors import InvalidRequest
 from aengine.server.envelope import shorten
-from aengine.server.schemas import MAX_STOP_STRINGS, ChatBody, CompletionBody, GenerationBody
+from aengine.server.schemas import MAX_STOP_STRINGS, PRIORITIES, ChatBody, CompletionBody, GenerationBody
 from aengine.server.structured import constraint
 from aengine.types import SamplingParams
 
@@ -108,6 +108,10 @@ def _candidates(body: CompletionBody) -> int | None:
 def _sampling(body: GenerationBody, vocab_size: int, **values: Any) -> SamplingParams:
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if body.priority is not None and not -PRIORITIES <= body.priority < PRIORITIES:
+        raise InvalidRequest(
+            f"priority is {shorten(str(body.priority), 24)}, not in [-{PRIORITIES}, {PRIORITIES})", param="priority"
+        )
     for name in _SAME_NAME:
         if name not in values and (value := getattr(body, name)) is not None:
             values[name] = value

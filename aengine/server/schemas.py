@@ -21,6 +21,7 @@ MAX_PARTS = 16_384
 MAX_TOOLS = 1_024
 MAX_LOGIT_BIAS = 16_384
 MAX_STOP_STRINGS = 16
+PRIORITIES = 2**31  # on either side of 0
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -74,7 +75,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], told(minItems=1)] | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, told(minimum=-1, **{"not": {"const": 0}})] | None = None
-    priority: Annotated[int, told(minimum=-(2**31), maximum=2**31 - 1)] | None = None
+    priority: Annotated[int, told(minimum=-PRIORITIES, maximum=PRIORITIES - 1)] | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
