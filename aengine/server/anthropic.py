@@ -22,6 +22,7 @@ from aengine.server.context import CONTEXT, IGNORED
 from aengine.server.drafts import ChatRequest, as_sent
 from aengine.server.envelope import json_response
 from aengine.server.prompts import chat_prompt
+from aengine.server.sampling import chat_sampling
 from aengine.server.sse import stream_job
 
 
@@ -51,6 +52,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     context.served_name(body.model)
     chat = _chat(request, body)
     try:
+        chat_sampling(chat.body, engine.model.vocab_size)  # raises for what a message could not have
         prompt = await chat_prompt(chat.body, engine, None, tool_parser=context.config.tool_parser)
     except InvalidRequest as error:
         raise as_sent(error, chat, SENT_NAMES) from None

@@ -15,6 +15,7 @@ import msgspec
 
 from aengine.errors import InvalidRequest
 from aengine.server.anthropic_schema import (
+    ROLES,
     ContentBlock,
     CountBody,
     ImageSource,
@@ -37,7 +38,6 @@ SENT_NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
-_ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -48,7 +48,7 @@ def chat_request(body: CountBody) -> ChatRequest:
         drafts.say("system", "system", _inner(body.system, "system"))
     for i, turn in enumerate(body.messages):
         _add(drafts, turn, f"messages[{i}]")
-    tools, dropped = _tools(body.tools or ())
+    tools, schemas, dropped = _tools(body.tools or ())
     wishes = body.output_config
     messages = drafts.messages()
     if not messages:
@@ -64,7 +64,7 @@ def chat_request(body: CountBody) -> ChatRequest:
         reasoning_effort=None if wishes is None else wishes.effort,
         **_sampling(body),
     )
-    return ChatRequest(chat, drafts.places, dropped)
+    return ChatRequest(chat, drafts.places, schemas, dropped)
 
 
 def _sampling(body: CountBody) -> dict[str, Any]:
@@ -91,9 +91,9 @@ def _template_kwargs(body: CountBody) -> dict[str, Any] | None:
 
 
 def _add(drafts: Drafts, turn: Turn, path: str) -> None:
-    if turn.role not in _ROLES:
+    if turn.role not in ROLES:
         role = shorten(turn.role, 40)
-        raise InvalidRequest(f"{path}.role is {role!r}, not one of {', '.join(_ROLES)}", param=f"{path}.role")
+        raise InvalidRequest(f"{path}.role is {role!r}, not one of {', '.join(ROLES)}", param=f"{path}.role")
     if isinstance(turn.content, str):
         drafts.say(path, turn.role, turn.content)
         return
@@ -166,10 +166,10 @@ def _needed_text(value: str | None, path: str) -> str:
     return value
 
 
-def _tools(tools: Sequence[Tool]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """The client's tools in the chat's form, and the other kinds' names for the header."""
+def _tools(tools: Sequence[Tool]) -> tuple[list[dict[str, Any]], list[str], tuple[str, ...]]:
+    """The client's tools in the chat's form, where their schemas stand, and the other kinds' names for the header."""
     functions: list[dict[str, Any]] = []
-    dropped = []
+    schemas, dropped = [], []
     for i, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             dropped.append(f"tools.{tool.type}")
@@ -181,7 +181,8 @@ def _tools(tools: Sequence[Tool]) -> tuple[list[dict[str, Any]], tuple[str, ...]
         if tool.strict is not None:
             function["strict"] = tool.strict
         functions.append({"type": "function", "function": function})
-    return functions, tuple(dict.fromkeys(dropped))
+        schemas.append(f"tools[{i}].input_schema")
+    return functions, schemas, tuple(dict.fromkeys(dropped))
 
 
 def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:

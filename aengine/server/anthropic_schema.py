@@ -12,7 +12,18 @@ from typing import Annotated, Any
 
 import msgspec
 
-from aengine.server.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, SamplingFields
+from aengine.server.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOP_STRINGS,
+    MAX_TOOLS,
+    NonEmpty,
+    SamplingFields,
+    Tokens,
+    told,
+)
+
+ROLES = ("user", "assistant", "system")
 
 
 class ImageSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +56,7 @@ class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    role: str
+    role: Annotated[str, told(enum=ROLES)]
     content: str | Annotated[list[ContentBlock], msgspec.Meta(max_length=MAX_PARTS)]
 
 
@@ -82,7 +93,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CountBody(SamplingFields, frozen=True, kw_only=True):
     """`/v1/messages/count_tokens`, which takes what a message may have."""
 
-    messages: Annotated[list[Turn], msgspec.Meta(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Turn], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
     model: str | None = None
     system: str | Annotated[list[InnerBlock], msgspec.Meta(max_length=MAX_PARTS)] | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
@@ -95,7 +106,7 @@ class CountBody(SamplingFields, frozen=True, kw_only=True):
 class MessagesBody(CountBody, frozen=True, kw_only=True):
     """`/v1/messages`."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
+    max_tokens: Tokens
+    stop_sequences: Annotated[list[NonEmpty], told(maxItems=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None

@@ -24,7 +24,7 @@ def create_app(engine: Engine, config: ServerConfig) -> web.Application:
     app[CONTEXT] = ServerContext(engine, config)
     app.on_response_prepare.append(add_headers)
     add_page(app.router)
-    app.router.add_get(PATH, openapi_handler(ROUTES))
+    app.router.add_get(PATH, openapi_handler(ROUTES, key=config.api_key is not None))
     for route in ROUTES:
         app.router.add_route(route.method, router_path(route.path), route.handler)
         if route.method == "GET":

@@ -38,7 +38,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     try:
         chat = await start_chat(request, body, "chatcmpl")
     except InvalidRequest as error:
-        raise _as_sent(error, body) from None
+        raise told_of_chat(error, body) from None
     options = chunk_options(body, logprobs=bool(body.logprobs))
     async with chat.job as job:
         if body.stream:
@@ -102,7 +102,7 @@ async def start_chat(request: web.Request, body: ChatBody, prefix: str) -> Start
     return StartedChat(job, parsers)
 
 
-def _as_sent(error: InvalidRequest, body: ChatBody) -> InvalidRequest:
+def told_of_chat(error: InvalidRequest, body: ChatBody) -> InvalidRequest:
     """The engine speaks of prompts and max_tokens; the client sent messages and perhaps the newer name."""
     if error.param == "prompt":
         error.param = "messages"

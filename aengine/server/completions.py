@@ -20,7 +20,7 @@ from aengine.server.envelope import json_response
 from aengine.server.facade import Engine
 from aengine.server.jobs import JobHead, collect, submit
 from aengine.server.prompts import Prompt, completion_prompts
-from aengine.server.sampling import completion_sampling, scores_only
+from aengine.server.sampling import candidates_as_sent, completion_sampling, scores_only
 from aengine.server.schemas import CompletionBody
 from aengine.server.sse import stream_job
 from aengine.server.structured import as_sent
@@ -42,7 +42,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     try:
         job = await submit(engine, head, ids, sampling, priority=body.priority, cache_salt=body.cache_salt)
     except InvalidRequest as error:
-        raise as_sent(error, body) from None
+        raise as_sent(candidates_as_sent(error, body), body) from None
     async with job:
         if body.stream:
             frames = CompletionFrames(job, options, engine.text)

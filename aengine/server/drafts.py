@@ -9,7 +9,7 @@ Invariants: messages keep the order of the input; `places[i]` is the path of wha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aengine.errors import InvalidRequest
@@ -18,6 +18,7 @@ from aengine.server.schemas import ChatBody, ContentPart, FunctionCall, Message,
 Content = str | list[ContentPart] | None
 
 _PLACE = re.compile(r"messages\[(\d+)\]")
+_SCHEMA = re.compile(r"tools\[(\d+)\]\.function\.parameters")
 
 
 @dataclass(slots=True)
@@ -89,21 +90,26 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """`places`: where in the body sent each message comes from; `ignored`: what was left out, for the header."""
+    """`places`: where in the body sent each message comes from; `schemas`: where each tool's schema stands; `ignored`:
+    what was left out, for the header."""
 
     body: ChatBody
     places: list[str]
+    schemas: Sequence[str] = ()
     ignored: tuple[str, ...] = ()
 
 
 def as_sent(error: InvalidRequest, chat: ChatRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """The same error in the client's words: messages[i] by its place, other fields by `names` (ours to theirs)."""
+    """The same error in the client's words: messages[i] and the schemas of tools[i] by their places, other fields by
+    `names` (ours to theirs)."""
     if error.param is None:
         return error
-    ours, places = error.param, chat.places
-    found = _PLACE.match(ours)
-    if found is not None and int(found[1]) < len(places):
-        head, theirs = found[0], places[int(found[1])]
+    ours = error.param
+    for pattern, places in ((_PLACE, chat.places), (_SCHEMA, chat.schemas)):
+        found = pattern.match(ours)
+        if found is not None and int(found[1]) < len(places):
+            head, theirs = found[0], places[int(found[1])]
+            break
     else:
         head = next((name for name in names if re.match(rf"{re.escape(name)}(?![\w])", ours)), "")
         theirs = names.get(head, "")

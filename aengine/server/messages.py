@@ -15,10 +15,9 @@ import msgspec
 
 from aengine.errors import InvalidRequest
 from aengine.server.envelope import shorten
-from aengine.server.schemas import ContentPart, Message, ToolCall
+from aengine.server.schemas import ROLES, ContentPart, Message, ToolCall
 from aengine.server.tools import introduced, knows_tools, offered_tools, tool_use, written_out
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image_url", "input_image")
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"))
@@ -113,9 +112,9 @@ def _template_kwargs(body: Templated) -> dict[str, Any] | None:
 
 
 def _message(message: Message, path: str, images: list[str] | None) -> dict[str, Any]:
-    if message.role not in _ROLES:
+    if message.role not in ROLES:
         role = shorten(message.role, 40)
-        raise InvalidRequest(f"{path}.role is {role!r}, not one of {', '.join(_ROLES)}", param=f"{path}.role")
+        raise InvalidRequest(f"{path}.role is {role!r}, not one of {', '.join(ROLES)}", param=f"{path}.role")
     # Templates know "system"; "developer" is OpenAI's later name of the same role.
     role = "system" if message.role == "developer" else message.role
     out: dict[str, Any] = {"role": role, "content": _content(message, path, images)}

@@ -46,8 +46,10 @@ def chat_request(body: ResponsesBody) -> ChatRequest:
     else:
         for i, item in enumerate(body.input):
             _add(drafts, item, f"input[{i}]")
-    tools, dropped = _tools(body.tools or ())
-    choice, tools = _tool_choice(body.tool_choice, tools)
+    tools, schemas, dropped = _tools(body.tools or ())
+    choice, offered = _tool_choice(body.tool_choice, tools)
+    kept = set(map(id, offered))
+    schemas = [place for tool, place in zip(tools, schemas, strict=True) if id(tool) in kept]
     logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
     extras: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
     extras["response_format"] = _response_format(body)
@@ -55,7 +57,7 @@ def chat_request(body: ResponsesBody) -> ChatRequest:
         messages=drafts.messages(),
         model=body.model,
         stream=body.stream,
-        tools=tools or None,
+        tools=offered or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -65,7 +67,7 @@ def chat_request(body: ResponsesBody) -> ChatRequest:
         top_logprobs=body.top_logprobs,
         **extras,
     )
-    return ChatRequest(chat, drafts.places, dropped)
+    return ChatRequest(chat, drafts.places, schemas, dropped)
 
 
 def _check_stateless(body: ResponsesBody) -> None:
@@ -117,9 +119,9 @@ def _thought(item: InputItem) -> str:
     return "\n".join(part.text for part in parts if part.text)
 
 
-def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Function tools in the chat's form, and the hosted ones' names for the header."""
-    functions, dropped = [], []
+def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str], tuple[str, ...]]:
+    """Function tools in the chat's form, where their schemas stand, and the hosted ones' names for the header."""
+    functions, schemas, dropped = [], [], []
     for i, tool in enumerate(tools):
         kind = tool.get("type")
         if kind != "function":
@@ -133,7 +135,8 @@ def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple
             raise InvalidRequest(f"tools[{i}].name is missing", param=f"tools[{i}].name")
         kept = {key: value for key, value in inner.items() if key != "type" and value is not None}
         functions.append({"type": "function", "function": kept})
-    return functions, tuple(dict.fromkeys(dropped))
+        schemas.append(f"tools[{i}].{'parameters' if inner is tool else 'function.parameters'}")
+    return functions, schemas, tuple(dict.fromkeys(dropped))
 
 
 def _tool_choice(

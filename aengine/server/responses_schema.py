@@ -12,7 +12,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from aengine.server.schemas import MAX_MESSAGES, MAX_PARTS, ContentPart, SamplingFields, ToolList
+from aengine.server.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ContentPart,
+    Logprobs,
+    SamplingFields,
+    Tokens,
+    ToolList,
+    told,
+)
 
 PartList = Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)]
 
@@ -30,7 +39,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     summary: PartList | None = None
 
 
-InputList = Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)]
+InputList = Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
 
 
 class ResponseText(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,19 +59,19 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     input: str | InputList
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Tokens | None = None
     tools: ToolList | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
     reasoning: ReasoningWish | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs | None = None
     stream: bool | None = None
     store: bool | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
+    background: Annotated[bool, told(const=False)] | None = None
+    previous_response_id: Annotated[str, told(maxLength=0)] | None = None
+    conversation: Annotated[str, told(maxLength=0)] | Annotated[dict[str, Any], told(maxProperties=0)] | None = None
+    prompt: Annotated[dict[str, Any], told(maxProperties=0)] | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

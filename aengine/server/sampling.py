@@ -12,11 +12,10 @@ from typing import Any
 
 from aengine.errors import InvalidRequest
 from aengine.server.envelope import shorten
-from aengine.server.schemas import ChatBody, CompletionBody, GenerationBody
+from aengine.server.schemas import MAX_STOP_STRINGS, PRIORITIES, ChatBody, CompletionBody, GenerationBody
 from aengine.server.structured import constraint
 from aengine.types import SamplingParams
 
-MAX_STOP_STRINGS = 16
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 _SAME_NAME = (
@@ -70,7 +69,15 @@ def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams
     candidates = _candidates(body)
     if candidates is not None:
         values.update(n=candidates, logprobs=body.logprobs or 0)  # the ranking needs log-probabilities
-    return _sampling(body, vocab_size, **values)
+    try:
+        return _sampling(body, vocab_size, **values)
+    except InvalidRequest as error:
+        raise candidates_as_sent(error, body) from None
+
+
+def candidates_as_sent(error: InvalidRequest, body: CompletionBody) -> InvalidRequest:
+    """How many answers are made is `n` to the engine; the client sent best_of."""
+    return error if body.best_of in (None, body.n) else renamed(error, "n", "best_of")
 
 
 def scores_only(body: CompletionBody) -> bool:
@@ -87,9 +94,10 @@ def renamed(error: InvalidRequest, ours: str, sent: str) -> InvalidRequest:
 
 def _candidates(body: CompletionBody) -> int | None:
     """How many answers are made to choose from, or None where all of them are returned."""
-    n, best_of = body.n or 1, body.best_of
+    n, best_of = 1 if body.n is None else body.n, body.best_of
     if best_of is None or best_of == n:
         return None
+    _at_least_one("n", n)
     if best_of < n:
         raise InvalidRequest(f"best_of ({best_of}) is less than n ({n})", param="best_of")
     if body.stream:
@@ -100,6 +108,10 @@ def _candidates(body: CompletionBody) -> int | None:
 def _sampling(body: GenerationBody, vocab_size: int, **values: Any) -> SamplingParams:
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if body.priority is not None and not -PRIORITIES <= body.priority < PRIORITIES:
+        raise InvalidRequest(
+            f"priority is {shorten(str(body.priority), 24)}, not in [-{PRIORITIES}, {PRIORITIES})", param="priority"
+        )
     for name in _SAME_NAME:
         if name not in values and (value := getattr(body, name)) is not None:
             values[name] = value

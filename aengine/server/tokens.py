@@ -13,6 +13,7 @@ from aiohttp import web
 
 from aengine.errors import InvalidRequest
 from aengine.server.body import read_body
+from aengine.server.chat import told_of_chat
 from aengine.server.context import CONTEXT
 from aengine.server.envelope import json_response
 from aengine.server.facade import Engine
@@ -76,8 +77,12 @@ async def render(request: web.Request) -> web.StreamResponse:
     engine = context.ready()
     body = (await read_body(request, ChatBody)).value
     model = context.served_name(body.model)
-    parser, max_tokens = context.config.tool_parser, chat_sampling(body, engine.model.vocab_size).max_tokens
-    prompt = await chat_prompt(body, engine, max_tokens, tool_parser=parser)
+    parser = context.config.tool_parser
+    try:
+        sampling = chat_sampling(body, engine.model.vocab_size)
+        prompt = await chat_prompt(body, engine, sampling.max_tokens, tool_parser=parser)
+    except InvalidRequest as error:
+        raise told_of_chat(error, body) from None
     messages, call = conversation(body, engine.text.chat_template, image_list(engine), tool_parser=parser)
     text = await engine.text.render_chat(messages, **call)
     return json_response({"model": model, "prompt": text, "token_ids": prompt.ids, "count": len(prompt.ids)})

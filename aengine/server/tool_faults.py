@@ -22,13 +22,14 @@ async def tool_fault(
     engine: Engine, sent: Sequence[Mapping[str, Any]], offered: Sequence[Tool], error: InvalidRequest
 ) -> InvalidRequest:
     """`error`, about the grammar of `offered`, as one about `tools`."""
-    names = [tool["function"]["name"] for tool in sent]
-    for tool in offered:
+    names = {tool.name for tool in offered}
+    places = [i for i, tool in enumerate(sent) if tool["function"]["name"] in names]
+    for i, tool in zip(places, offered, strict=True):
         schema = json.dumps(arguments_schema(tool))
         by_itself = await _refusal(engine, Grammar("lark", f"start: %json {schema}"))
         if by_itself is not None:
             told = await _refusal(engine, Grammar("json_schema", schema)) or by_itself
-            path = f"tools[{names.index(tool.name)}].function.parameters"
+            path = f"tools[{i}].function.parameters"
             told.param, told.message = path, f"{path}: {told.message}"
             return told
     error.param, error.message = "tools", f"tools cannot be enforced: {error.message}"

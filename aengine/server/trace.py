@@ -14,17 +14,25 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import msgspec
 from aiohttp import web
 
 from aengine.errors import AengineError, InvalidRequest
 from aengine.server.context import CONTEXT
 from aengine.server.envelope import shorten
+from aengine.server.schemas import told
 
 log = logging.getLogger("aengine.server")
 
 MOST_S = 30.0
+
+
+class TraceQuery(msgspec.Struct, frozen=True):
+    """What `/debug/trace` takes, for the document."""
+
+    seconds: Annotated[float, told(exclusiveMinimum=0, maximum=MOST_S)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Traced(Protocol):

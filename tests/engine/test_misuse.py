@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aengine import AsyncEngine, SamplingParams
+from aengine import AsyncEngine, DeviceConfig, EngineConfig, SamplingParams
 from aengine.errors import EngineDead, InvalidRequest, NotReady, StepFailed
 from aengine.runner.sim import SimExecutor
 from aengine.types import StepPlan, StepResult
@@ -204,3 +204,19 @@ async def test_an_old_request_is_not_starved_by_rows_that_fill_the_budget(sim: S
 
 def test_types_of_the_engine() -> None:
     assert AsyncEngine().phase == "created"
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "bad_words", "logit_bias"])
+async def test_the_simulated_device_refuses_what_it_would_not_honour(sim: Sim, name: str) -> None:
+    """It draws every token alike: a mask or a bias would be dropped in silence."""
+    value: Any = {"allowed_token_ids": (5,), "bad_words": ("x",), "logit_bias": {5: 1.0}}[name]
+    simulated = AsyncEngine(EngineConfig(device=DeviceConfig(device="sim")))
+    async with simulated as made:
+        with pytest.raises(InvalidRequest) as raised:
+            await last(made, [1, 2], SamplingParams(**{name: value}))
+        assert raised.value.param == name
+        assert raised.value.message == f"{name}: the simulated device draws every token alike and cannot honour it"
+        for empty in ({}, {"bad_words": ()}, {"logit_bias": {}}):  # ask nothing of it
+            assert (await last(made, [1, 2], SamplingParams(max_tokens=2, **empty))).finished
+    async with engine(sim) as made:  # other devices honour them, or say why not themselves
+        assert (await last(made, [1, 2], SamplingParams(max_tokens=2, **{name: value}))).finished

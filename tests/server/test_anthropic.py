@@ -274,6 +274,8 @@ async def test_counted_tokens_are_those_charged(serve, typed_envelope):
     usage = (await ask(client, **body))["usage"]
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     await typed_envelope(await client.post(f"{URL}/count_tokens", json={}), 400, param="messages")
+    for wrong, param in (({"top_p": 2}, "top_p"), ({"output_config": {"format": {}}}, "output_config.format")):
+        await typed_envelope(await client.post(f"{URL}/count_tokens", json=body | wrong), 400, param=param)
 
 
 async def test_tool_calls_of_a_template(serve):

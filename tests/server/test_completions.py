@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from server_fakes import FakeEngine, logprob
 
+from aengine.errors import InvalidRequest
 from aengine.server.sse import LOOKS
 
 URL = "/v1/completions"
@@ -147,8 +148,6 @@ async def test_best_of(serve, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"best_of": 1, "n": 2}, "best_of"),
-        ({"best_of": 3, "stream": True}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
@@ -158,6 +157,42 @@ async def test_best_of(serve, monkeypatch):
 async def test_wrong_fields(serve, envelope, fields, param):
     client, _ = await serve()
     await envelope(await client.post(URL, json={"prompt": "a", **fields}), 400, param=param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of", "best_of (1) is less than n (2)"),
+        ({"best_of": 0}, "best_of", "best_of (0) is less than n (1)"),
+        ({"best_of": 2, "n": 0}, "n", "n is 0; at least 1 is needed"),
+        ({"best_of": 3, "stream": True}, "best_of", "best_of (3) greater than n (1) cannot be streamed"),
+        ({"best_of": 2000}, "best_of", "best_of is 2000, not in [1, 1024]"),
+        ({"best_of": 2000, "n": 2000}, "n", "n is 2000, not in [1, 1024]"),
+    ],
+)
+async def test_best_of_against_n(serve, envelope, fields, param, message):
+    client, engine = await serve()
+    error = await envelope(await client.post(URL, json={"prompt": "a", **fields}), 400, param=param)
+    assert error["message"] == message
+    assert not engine.submitted
+
+
+async def test_the_engines_limit_of_choices_is_told_of_best_of(serve, envelope):
+    limit = InvalidRequest("n is 200; at most 128 choices are allowed", param="n")
+    client, _ = await serve(FakeEngine(refuses=[limit]))
+    error = await envelope(await client.post(URL, json={"prompt": "a", "best_of": 200}), 400, param="best_of")
+    assert error["message"] == "best_of is 200; at most 128 choices are allowed"
+
+
+async def test_the_best_n_of_best_of(serve, events):
+    client, engine = await serve()
+    answer = await ask(client, prompt="a", n=2, best_of=3)
+    assert engine.submitted[-1]["sampling"].n == 3
+    assert [c["index"] for c in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 3 * 7  # all that were made
+    streamed = await client.post(URL, json={"prompt": "a", "n": 2, "best_of": 2, "stream": True})
+    told = events(await streamed.text())
+    assert {c["choices"][0]["index"] for c in told[:-1]} == {0, 1}
 
 
 async def test_stream(serve, events):

@@ -69,7 +69,7 @@ VALUES += [[1], ["a"], {"type": "function"}, {"type": []}, [{"type": {}}], {"a":
 
 @pytest.fixture(scope="module")
 def document():
-    return openapi.document(ROUTES)
+    return openapi.document(ROUTES, key=True)
 
 
 async def test_every_route_is_in_it(serve):
@@ -115,6 +115,68 @@ def test_errors_are_envelopes(document):
                     assert ("Retry-After" in response["headers"]) == (status in ("429", "503"))
 
 
+async def test_keys_are_asked_for_where_the_document_says_so(serve):
+    client, _ = await serve(api_key="k")
+    for key in ("k", None):
+        if key is None:
+            client, _ = await serve()
+        headers = {} if key is None else {"x-api-key": key}
+        told = await (await client.get("/openapi.json", headers=headers)).json()
+        assert told["security"] == ([{}] if key is None else [{"bearer": []}, {"x-api-key": []}])
+        for path, methods in told["paths"].items():
+            for method, operation in methods.items():
+                response = await client.request(method, path)
+                assert str(response.status) in operation["responses"]
+                assert (response.status == 401) == (key is not None and operation.get("security") != [])
+
+
+async def test_answers_without_a_body_are_the_structs(serve):
+    client, _ = await serve()
+    seen = set()
+    for route in ROUTES:
+        if route.body is None and isinstance(route.answer, type):
+            response = await client.request(route.method, route.path.replace("{id}", "fake-alias"))
+            assert response.status == 200
+            assert msgspec.json.decode(await response.read(), type=route.answer)
+            seen.add(route.path)
+    assert {"/v1/models", "/v1/models/{id}", "/tokenizer_info", "/health", "/debug/trace", "/version"} <= seen
+
+
+async def test_examples_are_answered(serve, document):
+    client, _ = await serve()
+    for route in ROUTES:
+        if route.body is not None:
+            content = document["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]
+            response = await client.post(route.path, json=content["example"])
+            assert response.status == 200, await response.text()
+            assert "x-aengine-ignored" not in response.headers
+
+
+def bounds(schema):
+    """Values just outside of what a number may be."""
+    step = 1 if schema["type"] == "integer" else 0.25
+    for keyword, sign in (("minimum", -1), ("exclusiveMinimum", 0), ("maximum", 1)):
+        if keyword in schema:
+            yield schema[keyword] + sign * step
+
+
+@pytest.mark.parametrize("path", [path for path in SEEDS if path.startswith("/v1")])
+async def test_told_ranges_are_kept(serve, document, path):
+    client, _ = await serve()
+    reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    properties = document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
+    refused = 0
+    for name, schema in properties.items():
+        number = next((kind for kind in schema.get("anyOf", [schema]) if kind.get("type") in ("integer", "number")), {})
+        for wrong in bounds(number) if number else ():
+            needed = {"logprobs": True} if name == "top_logprobs" and path.startswith("/v1/chat") else {}
+            response = await client.post(path, json={**SEEDS[path][0], **needed, name: wrong})
+            error = (await response.json()).get("error") or {}
+            assert (response.status, error.get("param")) == (400, name), (wrong, error)
+            refused += 1
+    assert refused > 20
+
+
 def changed(rng, body, names):
     """`body` with up to three of its parts replaced, removed or added."""
     body = copy.deepcopy(body)
@@ -155,6 +217,8 @@ async def test_no_body_makes_it_fail(serve, document, route):
         seen.add(response.status)
         assert response.status in documented, body
         assert response.status < 500, (body, raw)
+        if response.status == 200 and response.content_type == "application/json":
+            msgspec.json.decode(raw, type=route.answer)
         if response.status != 200:
             assert len(raw) < 2_500
             assert set(json.loads(raw)["error"]) == {"message", "type", "param", "code"}
