@@ -17,6 +17,7 @@ export class Answer {
     this.waiting = null; // {message, left}: the server asked to come back
     this.usage = null;
     this.first = this.last = 0;
+    this._calls = new Map(); // index in the stream → call
     this._abort = new AbortController();
     this._goOn = () => {};
   }
@@ -32,7 +33,8 @@ export class Answer {
       this.node.finish ??= "stop";
     } catch (error) {
       if (error.name === "AbortError") this.node.finish = "stopped";
-      else this.node.error = { message: error.message, status: error.status ?? 0, code: error.code ?? null };
+      else if (error instanceof api.Problem) this.node.error = { message: error.message, status: error.status, code: error.code };
+      else this.node.error = { message: api.NO_ANSWER, status: 500, code: null }; // a piece of another shape
     }
     this.waiting = null;
     this.node.figures = this.figures();
@@ -91,8 +93,12 @@ export class Answer {
   }
 
   _call({ index = 0, id, function: { name, arguments: args } = {} }) {
-    const calls = (this.node.calls ??= []);
-    const call = (calls[index] ??= { id: id ?? `call_${index}`, name: "", args: "" });
+    let call = this._calls.get(index);
+    if (!call) {
+      call = { id: id ?? `call_${index}`, name: "", args: "" };
+      this._calls.set(index, call);
+      (this.node.calls ??= []).push(call);
+    }
     if (name) call.name = name;
     if (args) call.args += args;
   }

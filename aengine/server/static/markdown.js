@@ -51,10 +51,13 @@ export class Markdown {
     this._kept = [];
     this._settled = ""; // text whose blocks stay as they are
     this._settledBlocks = 0;
+    this._whole = null; // the text shown, if it was drawn as a whole
   }
 
   /** Shows `source`. `whole`: no more comes, so parse it in one piece (a link's address may stand at the end). */
   draw(source, whole) {
+    if (whole && source === this._whole) return;
+    this._whole = whole ? source : null;
     const text = source.replace(/\r\n?/g, "\n"); // as the parser does, so that lengths agree
     if (whole || !text.startsWith(this._settled)) { this._settled = ""; this._settledBlocks = 0; }
     const tokens = lex(text.slice(this._settled.length));

@@ -1,9 +1,9 @@
 /* The open conversation.
    Owns: the row of messages, what their buttons do, following the end while text grows.
-   Invariants: while an answer grows it is drawn once an animation frame, and only it; the view follows the end only
-   if the reader was there. */
+   Invariants: while an answer grows it is drawn once an animation frame, and only it; the view follows the end until
+   the reader scrolls up, by however little, and again once the reader is back. */
 
-import { $, announce } from "./dom.js";
+import { $, announce, place } from "./dom.js";
 import { openCalls, shown, siblings } from "./conversation.js";
 import { AnswerView, QuestionView, ResultView } from "./message.js";
 
@@ -28,29 +28,29 @@ export class Thread {
     chats.addEventListener("change", () => this.draw());
     chats.addEventListener("progress", ({ detail }) => this._grew(detail));
     chats.addEventListener("end", ({ detail }) => this._ended(detail));
-    this.atLatest = true;
-    $("scroll").addEventListener("scroll", () => { $("latest").hidden = this.atLatest = this.atEnd(); }, { passive: true });
+    this.following = true;
+    this.top = 0;
+    $("scroll").addEventListener("scroll", () => this._scrolled(), { passive: true });
     // A field that grows, a phone's keyboard, the line of a loading server: the end stays in view.
-    new ResizeObserver(() => { if (this.atLatest) this.toEnd(); }).observe($("scroll"));
+    new ResizeObserver(() => { if (this.following) this.toEnd(); }).observe($("scroll"));
     $("latest").addEventListener("click", () => this.toEnd());
   }
 
   draw() {
     const { current } = this.chats;
-    const follow = this.atEnd() || this.conversation !== current;
-    if (this.conversation !== current) this.views.clear();
+    if (this.conversation !== current) {
+      this.views.clear();
+      this.following = true;
+    }
     this.conversation = current;
     const path = shown(current);
     $("welcome").hidden = path.length > 0;
     const views = path.map((node) => this._view(node));
-    const boxes = views.map(({ box }) => box);
-    // Only what differs is moved: an element that stays keeps its focus and its place.
-    boxes.forEach((box, i) => { if ($("messages").children[i] !== box) $("messages").insertBefore(box, $("messages").children[i] ?? null); });
-    while ($("messages").children.length > boxes.length) $("messages").lastChild.remove();
+    place($("messages"), views.map(({ box }) => box));
     path.forEach((node, i) => views[i].draw(this._facts(node)));
     $("stats").textContent = this.chats.run?.figures() ?? "";
-    if (follow) this.toEnd();
-    $("latest").hidden = this.atEnd();
+    if (this.following) this.toEnd();
+    $("latest").hidden = this.following || this._below() < NEAR_PX;
   }
 
   _view(node) {
@@ -71,10 +71,9 @@ export class Thread {
       this.frame = 0;
       const { run } = this.chats;
       if (run === null) return;
-      const follow = this.atEnd();
       this.views.get(run.node)?.grow(run);
       $("stats").textContent = run.figures();
-      if (follow) this.toEnd();
+      if (this.following) this.toEnd();
     });
   }
 
@@ -88,10 +87,24 @@ export class Thread {
     if (last && !this.chats.run) this._view(last).edit();
   }
 
-  atEnd() {
+  _below() {
     const { scrollHeight, scrollTop, clientHeight } = $("scroll");
-    return scrollHeight - scrollTop - clientHeight < NEAR_PX;
+    return scrollHeight - scrollTop - clientHeight;
   }
 
-  toEnd() { $("scroll").scrollTop = $("scroll").scrollHeight; }
+  _scrolled() {
+    const { scrollTop } = $("scroll");
+    const below = this._below();
+    if (below < 2) this.following = true; // also where text that shrank pulled the view up
+    else if (scrollTop < this.top) this.following = false;
+    else if (below < NEAR_PX) this.following = true;
+    this.top = scrollTop;
+    $("latest").hidden = this.following || below < NEAR_PX;
+  }
+
+  toEnd() {
+    this.following = true;
+    $("scroll").scrollTop = $("scroll").scrollHeight;
+    this.top = $("scroll").scrollTop;
+  }
 }
