@@ -33,7 +33,11 @@ async function request(path, options = {}) {
 }
 
 /** The served models: [{id, max_model_len, input_modalities}]. */
-export const models = async () => (await (await request("v1/models")).json()).data;
+export async function models() {
+  const response = await request("v1/models");
+  try { return (await response.json()).data.filter(({ id }) => id && typeof id === "string"); }
+  catch { throw new Problem("its list of models cannot be read", 500); }
+}
 
 /** The last `seconds` as Chrome's trace events. */
 export const trace = async (seconds) => (await request(`debug/trace?seconds=${seconds}`)).json();

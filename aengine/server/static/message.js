@@ -80,7 +80,7 @@ export class AnswerView {
     if (!run) {
       const button = iconButton("copy", "Copy the answer", () => copy(button, node.content));
       if (node.content) shown.unshift(button);
-      if (!running && !this._drawnNotice) shown.push(iconButton("again", "Another answer", () => this.act.again(node)));
+      if (!running && (node.content || !this._drawnNotice)) shown.push(iconButton("again", "Another answer", () => this.act.again(node)));
       const ended = node.error ? "" : { length: "cut at the token limit", stopped: "stopped", undefined: "not finished" }[node.finish];
       if (ended && node.content && !running) shown.push(el("button", { type: "button", class: "quiet", onclick: () => this.act.resume(node) }, "Go on"));
       const figures = [node.model, node.figures, node.content && ended].filter(Boolean).join(" · ");
