@@ -6,7 +6,7 @@
    Invariants: at most one run a conversation; a conversation without messages is not kept. */
 
 import { Answer } from "./answer.js";
-import { add, checked, choose, merge, newConversation, node as nodeOf, openCalls, shown, siblings, wireMessages } from "./conversation.js";
+import { add, checked, checkedNode, choose, merge, newConversation, node as nodeOf, openCalls, shown, siblings, wireMessages } from "./conversation.js";
 import * as store from "./store.js";
 
 const KEEP_EVERY_MS = 2000;
@@ -24,6 +24,7 @@ export class Chats extends EventTarget {
   async load() {
     store.events.addEventListener("elsewhere", ({ detail }) => this._elsewhere(detail));
     for (const each of (await store.all()).map(checked).filter(Boolean)) this.all.set(each.id, each);
+    this._return();
     const last = this.all.get(store.recall("sessionStorage", "current", ""));
     if (last) this.current = last;
     this._changed();
@@ -74,6 +75,22 @@ export class Chats extends EventTarget {
 
   /** Keeps what has come of the answers under way. */
   keepRunning() { for (const id of this.runs.keys()) if (this.all.has(id)) this._keep(this.all.get(id)); }
+
+  /** The same of a page that is being left, where the database is too slow: only what is written at once stays. */
+  leave() {
+    store.keep("sessionStorage", "left", [...this.runs].map(([id, { node }]) => ({ id, node })));
+  }
+
+  _return() {
+    const left = store.recall("sessionStorage", "left", []);
+    for (const { id, node } of Array.isArray(left) ? left : []) {
+      const mine = this.all.get(id);
+      if (!mine || typeof node?.content !== "string" || !nodeOf(mine, node.id)) continue;
+      merge(mine, { nodes: [checkedNode(node)], chosen: {}, updated: 0 });
+      this._keep(mine);
+    }
+    store.keep("sessionStorage", "left", []);
+  }
 
   async _elsewhere({ id, removed }) {
     if (removed) { if (this.all.has(id)) this._forget(id); return; }

@@ -136,7 +136,7 @@ const strings = (values) => Object.fromEntries(Object.entries(values ?? {}).filt
 
 const text = (value) => (typeof value === "string" ? value : "");
 
-function checkedNode({ id, parent, role, content, reasoning, calls, callId, images, error, figures, finish, thought, model, at }) {
+export function checkedNode({ id, parent, role, content, reasoning, calls, callId, images, error, figures, finish, thought, model, at }) {
   const made = { id, parent, role, content };
   if (reasoning) made.reasoning = text(reasoning);
   if (Array.isArray(calls)) made.calls = calls.map((call) => ({ id: text(call?.id), name: text(call?.name), args: text(call?.args) }));

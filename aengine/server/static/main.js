@@ -58,7 +58,7 @@ addEventListener("keydown", (event) => {
 });
 
 // The text of the last seconds would be lost with the page. A hidden page may end without another word.
-addEventListener("pagehide", () => chats.keepRunning());
+addEventListener("pagehide", () => chats.leave());
 document.addEventListener("visibilitychange", () => { if (document.hidden) chats.keepRunning(); });
 
 await chats.load();

@@ -108,10 +108,10 @@ function part(token) {
     case "paragraph": return container("p", runs(token));
     case "heading": return container(`h${token.depth}`, runs(token));
     case "hr": return { kind: "hr", key: "", make: () => [el("hr")] };
-    case "blockquote": return container("blockquote", parts(token.tokens));
+    case "blockquote": return container("blockquote", parts(token.tokens), { dir: "auto" });
     case "list": {
       const items = token.items.map(({ tokens }) => container("li", parts(tokens)));
-      return token.ordered ? container("ol", items, { start: token.start || 0 }) : container("ul", items);
+      return token.ordered ? container("ol", items, { dir: "auto", start: token.start || 0 }) : container("ul", items, { dir: "auto" });
     }
     case "table": return tablePart(token);
     case "checkbox": return run(tick(token.checked));
