@@ -97,6 +97,7 @@ async def test_two_tabs_keep_what_either_wrote(tab: Page, port: int) -> None:
         await ask(tab, "Question")
         await other.until(f"({NAMES}).length")
         await other.click("#conversations .open")
+        await tab.call("Page.bringToFront")  # a tab behind another draws nothing
         await say(tab, "here")
         await tab.until(f"{TEXT}.includes('one')")
         await other.until(f"{TEXT}.includes('here')")
@@ -206,7 +207,7 @@ async def test_spoilt_and_missing_storage(tab: Page) -> None:
 
 
 async def test_the_view_follows_until_the_reader_scrolls_up(tab: Page) -> None:
-    async with scripted(Script([Reply([f"line {i}\n\n" for i in range(400)], step_s=0.005)])) as script:
+    async with scripted(Script([Reply([f"line {i}\n\n" for i in range(3000)], step_s=0.005)])) as script:
         await tab.open(script.url)
         await say(tab, "Write")
         await tab.until(f"{TEXT}.includes('line 60')")

@@ -8,6 +8,7 @@ import { openCalls, shown, siblings } from "./conversation.js";
 import { AnswerView, QuestionView, ResultView } from "./message.js";
 
 const VIEWS = { user: QuestionView, assistant: AnswerView, tool: ResultView };
+const UPWARD = new Set(["ArrowUp", "PageUp", "Home"]);
 const NEAR_PX = 60;
 const QUICK_MS = 12; // what takes longer to draw is drawn less often: three quarters of the time are the reader's
 const RARER = 3;
@@ -33,6 +34,16 @@ export class Thread {
     this.following = true;
     this.top = 0;
     $("scroll").addEventListener("scroll", () => this._scrolled(), { passive: true });
+    // Following would undo a scroll before it shows, so what means one counts.
+    let touched = 0;
+    $("scroll").addEventListener("wheel", ({ deltaY }) => { if (deltaY < 0) this._leave(); }, { passive: true });
+    $("scroll").addEventListener("keydown", ({ key, target }) => {
+      if (target.tagName === "TEXTAREA") return;
+      if (UPWARD.has(key)) this._leave();
+      if (key === "End") this.following = true;
+    });
+    $("scroll").addEventListener("touchstart", ({ touches: [{ clientY }] }) => { touched = clientY; }, { passive: true });
+    $("scroll").addEventListener("touchmove", ({ touches: [{ clientY }] }) => { if (clientY > touched) this._leave(); }, { passive: true });
     // A field that grows, a phone's keyboard, the line of a loading server: the end stays in view.
     new ResizeObserver(() => { if (this.following) this.toEnd(); }).observe($("scroll"));
     $("latest").addEventListener("click", () => this.toEnd());
@@ -102,12 +113,13 @@ export class Thread {
     return scrollHeight - scrollTop - clientHeight;
   }
 
+  _leave() { if ($("scroll").scrollTop > 0) this.following = false; }
+
   _scrolled() {
     const { scrollTop } = $("scroll");
     const below = this._below();
-    if (below < 2) this.following = true; // also where text that shrank pulled the view up
-    else if (scrollTop < this.top) this.following = false;
-    else if (below < NEAR_PX) this.following = true;
+    if (scrollTop < this.top && below > 1) this.following = false; // not where text that shrank pulled the view up
+    if (scrollTop > this.top && below < NEAR_PX) this.following = true;
     this.top = scrollTop;
     $("latest").hidden = this.following || below < NEAR_PX;
   }
