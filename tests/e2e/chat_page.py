@@ -8,7 +8,9 @@ import pytest
 
 from tests.e2e.chromium import Page, browser
 
-needs_chromium = pytest.mark.skipif(browser() is None, reason="no Chromium on PATH (.ci/run installs Debian's chromium)")
+needs_chromium = pytest.mark.skipif(
+    browser() is None, reason="no Chromium on PATH (.ci/run installs Debian's chromium)"
+)
 
 IDLE = "document.querySelector('#stop').hidden"
 TEXT = "document.querySelector('#messages').innerText"

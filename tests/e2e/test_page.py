@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.e2e.chat_page import ANSWERED, IDLE, NOTICE, TEXT, ask, needs_chromium, reload
+from tests.e2e.chat_page import IDLE, NOTICE, TEXT, ask, needs_chromium, reload
 from tests.e2e.chromium import CONTROL, SHIFT, Page, new_tab
 from tests.e2e.page_texts import HOSTILE, MARKDOWN, NESTED
 from tests.e2e.scripted import Refusal, Reply, Script, scripted
@@ -116,7 +116,11 @@ async def test_what_grows_is_what_is_drawn_at_once(tab: Page) -> None:
             grown, whole = await tab.js(f"{DRAWN}({json.dumps(text)})")
             assert grown == whole
             if text is NESTED:
-                for part in ("<li><p>☑ done</p><p>more</p></li>", '<ol dir="auto" start="3">', '<td align="center">e</td>'):
+                for part in (
+                    "<li><p>☑ done</p><p>more</p></li>",
+                    '<ol dir="auto" start="3">',
+                    '<td align="center">e</td>',
+                ):
                     assert part in whole
 
 

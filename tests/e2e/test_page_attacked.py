@@ -29,20 +29,17 @@ SPOIL = """new Promise((done) => { indexedDB.open("aengine").onsuccess = ({ targ
 DRAWN = """(async (text) => {
     const { Markdown } = await import("/static/markdown.js");
     const box = document.createElement("div"), markdown = new Markdown(box);
-    for (const end of [-9, -6, -3]) markdown.draw(text.slice(0, end), false);
+    markdown.draw(text.slice(0, -3), false);
     markdown.draw(text, true);
     let depth = 0;
     for (let at = box; at; at = at.lastElementChild) depth += 1;
     return [depth, box.textContent.length];
 })"""
 STALLING = {
-    "emphasis that may open anywhere": "_a" * 10_000,
-    "deletion": "~a~~" * 10_000,
-    "a list in a list": "\n".join("  " * i + "- l" for i in range(250)),
+    "deletion that may begin anywhere": "~a~~" * 20_000,
+    "a list in a list": "\n".join("  " * i + "- l" for i in range(300)),
     "a quotation in a quotation": "> " * 1000 + "deep",
     "quotations and lists": "> - " * 500 + "deep",
-    "a long table": "| a | b |\n|--|--|\n" + "| 1 | 2 |\n" * 1500,
-    "lines": "---\n" * 2000,
 }
 
 
@@ -115,7 +112,7 @@ async def test_two_tabs_keep_what_either_wrote(tab: Page, port: int) -> None:
 
 
 async def test_focus_and_what_is_being_written_stay(tab: Page) -> None:
-    slow = Reply(["word "] * 8, step_s=0.05)
+    slow = Reply(["word "] * 5, step_s=0.05)
     full = Refusal(429, "full", {"Retry-After": "9"})
     async with scripted(Script([Reply(["one"]), slow, slow, full, Reply(["end"])])) as script:
         await tab.open(script.url)
@@ -159,8 +156,10 @@ async def test_broken_streams_are_said_plainly(tab: Page) -> None:
         await tab.open(script.url)
         for i, (reply, said) in enumerate(cases):
             await ask(tab, f"Question {i}")
-            shown = await tab.js("[...document.querySelectorAll('.assistant:last-child .notice')].map((n) => n.innerText)")
-            assert len(shown) == 1 and said in shown[0], (reply, shown)
+            shown = await tab.js(
+                "[...document.querySelectorAll('.assistant:last-child .notice')].map((n) => n.innerText)"
+            )
+            assert [said in text for text in shown] == [True], (reply, shown)
             await tab.click("#new-chat")
 
 
@@ -169,7 +168,11 @@ async def test_refusals_leave_a_way_on(tab: Page) -> None:
     gone = Refusal(404, "there is no model small-model")
     async with scripted(Script([now, gone, Reply(["Here."])], key="secret")) as script:
         await tab.open(script.url, "key")
-        for key, said in (("wrong", "the API key is wrong"), ("schlüssel", "the API key is wrong"), ("secret", "ready")):
+        for key, said in (
+            ("wrong", "the API key is wrong"),
+            ("schlüssel", "the API key is wrong"),
+            ("secret", "ready"),
+        ):
             await tab.js("document.querySelector('#api-key').select()")
             await tab.call("Input.insertText", text=key)
             await tab.js("document.querySelector('#api-key').blur()")
@@ -214,7 +217,7 @@ async def test_the_view_follows_until_the_reader_scrolls_up(tab: Page) -> None:
         assert await tab.js(SCROLLED) < 2
         await tab.js("document.querySelector('#scroll').focus()")
         await tab.key("ArrowUp")
-        await tab.until(f"{SCROLLED} > 200 && document.querySelector('#latest').checkVisibility()")
+        await tab.until(f"{SCROLLED} > 2000 && document.querySelector('#latest').checkVisibility()")
         await tab.key("End")
         await tab.until(f"{SCROLLED} < 2 && !document.querySelector('#latest').checkVisibility()")
         seen = await tab.js(f"{TEXT}.length")
@@ -226,9 +229,9 @@ async def test_no_text_stalls_the_page(tab: Page) -> None:
     async with scripted(Script()) as script:
         await tab.open(script.url)
         for name, text in STALLING.items():
-            async with asyncio.timeout(15):  # seconds; without bounds each of the first three takes more
+            async with asyncio.timeout(8):  # seconds; without bounds the first two took more
                 depth, length = await tab.js(f"{DRAWN}({json.dumps(text)})")
-            assert (depth < 80, length > 0 or text.startswith("---")) == (True, True), name
+            assert (depth < 80, length > 1000) == (True, True), name
 
 
 async def test_keys_and_the_back_button(tab: Page) -> None:
@@ -259,9 +262,9 @@ async def test_numbers_out_of_range_are_said_and_not_sent(tab: Page) -> None:
             await tab.js(f"document.querySelector('#{id}').select()")
             await tab.type("#" + id, value)
         fault = await tab.js("document.querySelector('#numbers-fault').innerText")
-        assert "Temperature" in fault and "Top k" in fault and "Max tokens" not in fault
+        assert [name in fault for name in ("Temperature", "Top k", "Max tokens")] == [True, True, False]
         await tab.key("Escape")
         await tab.until("!document.querySelector('#settings').open")
         await ask(tab, "Hello")
         sent = script.bodies[0]
-        assert (sent["max_tokens"], sent["temperature"]) == (64, 0.7) and "top_k" not in sent
+        assert (sent["max_tokens"], sent["temperature"], sent.get("top_k")) == (64, 0.7, None)

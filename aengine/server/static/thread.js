@@ -37,10 +37,10 @@ export class Thread {
     // Following would undo a scroll before it shows, so what means one counts.
     let touched = 0;
     $("scroll").addEventListener("wheel", ({ deltaY }) => { if (deltaY < 0) this._leave(); }, { passive: true });
-    $("scroll").addEventListener("keydown", ({ key, target }) => {
-      if (target.tagName === "TEXTAREA") return;
-      if (UPWARD.has(key)) this._leave();
-      if (key === "End") this.following = true;
+    $("scroll").addEventListener("keydown", (event) => {
+      if (event.target.tagName === "TEXTAREA") return;
+      if (UPWARD.has(event.key)) this._leave();
+      if (event.key === "End") { event.preventDefault(); this.toEnd(); }
     });
     $("scroll").addEventListener("touchstart", ({ touches: [{ clientY }] }) => { touched = clientY; }, { passive: true });
     $("scroll").addEventListener("touchmove", ({ touches: [{ clientY }] }) => { if (clientY > touched) this._leave(); }, { passive: true });
