@@ -91,20 +91,24 @@ async def test_two_tabs_keep_what_either_wrote(tab: Page, port: int) -> None:
     async with scripted(Script(answers)) as script, new_tab(port, beside=tab) as other:
         await tab.open(script.url)
         await other.open(script.url)
+        await tab.call("Page.bringToFront")  # a tab behind another draws nothing
         await ask(tab, "Question")
         await other.until(f"({NAMES}).length")
         await other.click("#conversations .open")
-        await tab.call("Page.bringToFront")  # a tab behind another draws nothing
         await say(tab, "here")
         await tab.until(f"{TEXT}.includes('one')")
+        await other.call("Page.bringToFront")
         await other.until(f"{TEXT}.includes('here')")
         await ask(other, "there")
+        await tab.call("Page.bringToFront")
         await tab.key("Escape")
         await tab.until(IDLE)
         for page in (tab, other):
+            await page.call("Page.bringToFront")
             await reload(page)
             await page.until(f"{TEXT}.includes('there') && {TEXT}.includes('two')")
             assert "one" in await page.js(TEXT)
+        await tab.call("Page.bringToFront")
         await tab.click("#conversations [aria-label^=Delete]")
         await tab.key("Enter")
         await other.until(f"{TEXT} === '' && ({NAMES}).length === 0")

@@ -44,8 +44,10 @@ export class Thread {
     });
     $("scroll").addEventListener("touchstart", ({ touches: [{ clientY }] }) => { touched = clientY; }, { passive: true });
     $("scroll").addEventListener("touchmove", ({ touches: [{ clientY }] }) => { if (clientY > touched) this._leave(); }, { passive: true });
-    // A field that grows, a phone's keyboard, the line of a loading server: the end stays in view.
-    new ResizeObserver(() => { if (this.following) this.toEnd(); }).observe($("scroll"));
+    // A field that grows, a phone's keyboard, the line of a loading server, a message that comes into view and has its
+    // height only then: the end stays in view.
+    const sizes = new ResizeObserver(() => { if (this.following) this.toEnd(); });
+    for (const id of ["scroll", "messages"]) sizes.observe($(id));
     $("latest").addEventListener("click", () => this.toEnd());
   }
 
