@@ -5,7 +5,8 @@
 
 import * as api from "./api.js";
 
-const FEWEST = 8; // tokens that say something about speed: those of one step come together
+const FEWEST = 8; // tokens, and the time between them, that say something about speed: those of one step come together
+const SHORTEST_MS = 20;
 
 const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
 const rate = (perSecond) => perSecond.toFixed(perSecond < 100 ? 1 : 0);
@@ -107,7 +108,7 @@ export class Answer {
     const parts = [];
     if (this.first) parts.push(`TTFT ${seconds(this.first - this.began)}`);
     const made = this.usage?.completion_tokens ?? 0;
-    if (made >= FEWEST && this.last > this.first) parts.push(`${rate(((made - 1) / (this.last - this.first)) * 1000)} tokens/s`);
+    if (made >= FEWEST && this.last - this.first >= SHORTEST_MS) parts.push(`${rate(((made - 1) / (this.last - this.first)) * 1000)} tokens/s`);
     if (made) {
       const { prompt_tokens: prompt, prompt_tokens_details: details } = this.usage;
       parts.push(`${made} ${made === 1 ? "token" : "tokens"}`, `prompt ${prompt}, cached ${details?.cached_tokens ?? 0}`);
