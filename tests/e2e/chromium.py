@@ -32,7 +32,7 @@ FLAGS = (
     "--remote-debugging-port=0",
     "--window-size=1100,800",
 )
-KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "ArrowUp": (38, ""), "O": (79, "")}
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "ArrowUp": (38, ""), "End": (35, ""), "O": (79, "")}
 CONTROL, SHIFT = 2, 8
 
 
@@ -43,8 +43,9 @@ def browser() -> str | None:
 class Page:
     """One tab. `requested`: the addresses it asked for; `faults`: what it logged as errors or threw."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, target: str = "") -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, target: str = "", context: str = "") -> None:
         self._socket = socket
+        self.context = context
         self._target = target  # also the id of its main frame
         self._next = 0
         self.requested: list[str] = []
@@ -150,23 +151,27 @@ def running_browser() -> Iterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def new_tab(port: int) -> AsyncIterator[Page]:
-    """A tab with storage of its own."""
+async def new_tab(port: int, beside: Page | None = None) -> AsyncIterator[Page]:
+    """A tab with storage of its own, or with that of the tab `beside`, which is then the later to go."""
     async with aiohttp.ClientSession() as session:
         async with session.get(f"http://127.0.0.1:{port}/json/version") as response:
             address = (await response.json())["webSocketDebuggerUrl"]
         async with session.ws_connect(address, max_msg_size=0) as socket:
             whole = Page(socket)
-            context = (await whole.call("Target.createBrowserContext"))["browserContextId"]
+            if beside is None:
+                context = (await whole.call("Target.createBrowserContext"))["browserContextId"]
+            else:
+                context = beside.context
             created = await whole.call("Target.createTarget", url="about:blank", browserContextId=context)
             tab = f"ws://127.0.0.1:{port}/devtools/page/{created['targetId']}"
             async with session.ws_connect(tab, max_msg_size=0) as tab_socket:
-                page = Page(tab_socket, created["targetId"])
+                page = Page(tab_socket, created["targetId"], context)
                 for domain in ("Page", "Network", "Runtime", "Log"):
                     await page.call(f"{domain}.enable")
                 await page.call("Page.setLifecycleEventsEnabled", enabled=True)
                 yield page
-            await whole.call("Target.disposeBrowserContext", browserContextId=context)
+            if beside is None:
+                await whole.call("Target.disposeBrowserContext", browserContextId=context)
 
 
 def _port(file: Path) -> int:

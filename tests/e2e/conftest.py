@@ -1,11 +1,13 @@
-"""Real models for the end-to-end tests: SmolLM2 from the model store, its transformers twin, tiny random families."""
+"""For the end-to-end tests: SmolLM2 from the model store, its transformers twin, tiny random families, a browser."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from aengine.config import CacheConfig, DeviceConfig, ModelConfigArgs, Scheduler
 from aengine.engine import build_cpu
 from aengine.models.loader import load_config, open_checkpoint
 from aengine.models.store import ModelFiles, resolve
+from tests.e2e.chromium import Page, new_tab, running_browser
 
 BASE = EngineConfig(
     model=ModelConfigArgs(model="smollm2-135m", dtype="float32", max_model_len=2048),
@@ -110,3 +113,22 @@ def shared_weights() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     return Reference(resolve("smollm2-135m", home=home(), progress=None))
+
+
+@pytest.fixture(scope="package")
+def port() -> Iterator[int]:
+    with running_browser() as port:
+        yield port
+
+
+@pytest.fixture
+async def tab(port: int) -> AsyncIterator[Page]:
+    async with new_tab(port) as page:
+        yield page
+        assert page.faults == []
+
+
+@pytest.fixture
+def shots(tmp_path: Path) -> Path:
+    """Screenshots go where a developer asked for them, else they are thrown away."""
+    return Path(os.environ.get("SCREENSHOTS", tmp_path))

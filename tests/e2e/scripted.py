@@ -16,12 +16,14 @@ from aengine.server.page import add_page
 
 @dataclass
 class Reply:
-    """`deltas`: the stream's pieces, each a `delta` object or plain content. `hold`: the last one never comes."""
+    """`deltas`: the stream's pieces, each a `delta` object, plain content, or bytes that are sent as they are. `hold`:
+    the last one never comes; `cut`: the stream ends before it."""
 
     deltas: list[Any]
     finish: str = "stop"
     step_s: float = 0.0
     hold: bool = False
+    cut: bool = False
 
 
 @dataclass
@@ -90,10 +92,15 @@ async def stream(request: web.Request, reply: Reply) -> web.StreamResponse:
     await send({"role": "assistant", "content": ""})
     for delta in reply.deltas:
         made += 1
-        await send({"content": delta} if isinstance(delta, str) else delta)
+        if isinstance(delta, bytes):
+            await response.write(delta)
+        else:
+            await send({"content": delta} if isinstance(delta, str) else delta)
         await asyncio.sleep(reply.step_s)
     if reply.hold:
         await asyncio.Event().wait()
+    if reply.cut:
+        return response
     await send({}, reply.finish)
     await response.write(b"data: [DONE]\n\n")
     return response

@@ -6,32 +6,18 @@ Most tests talk to a scripted server, which can think, call tools and fail on de
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.e2e.chromium import CONTROL, SHIFT, Page, browser, new_tab, running_browser
+from tests.e2e.chat_page import IDLE, NOTICE, TEXT, ask, needs_chromium, reload
+from tests.e2e.chromium import CONTROL, SHIFT, Page, new_tab
 from tests.e2e.page_texts import HOSTILE, MARKDOWN, NESTED
 from tests.e2e.scripted import Refusal, Reply, Script, scripted
 from tests.e2e.serving import serve
 
-pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium on PATH (.ci/run installs Debian's chromium)")
+pytestmark = needs_chromium
 
-IDLE = "document.querySelector('#stop').hidden"
-TEXT = "document.querySelector('#messages').innerText"
-NOTICE = "document.querySelector('.notice')?.innerText ?? ''"
-ANSWERED = f"{IDLE} && document.querySelector('#messages .assistant:last-child')"
 WIDE = "document.documentElement.scrollWidth > innerWidth"
 WRITTEN = "document.querySelector('#messages .assistant:last-child .md')?.innerText.length > 20"
-# A transaction that comes behind all that the page began.
-KEPT = """new Promise((done) => { indexedDB.open("aengine").onsuccess = ({ target: { result: database } }) => {
-    const behind = database.transaction("conversations");
-    behind.objectStore("conversations").count();
-    behind.oncomplete = () => { database.close(); done(); };
-}; })"""
-
 DRAWN = """(async (text) => {
     const { Markdown } = await import("/static/markdown.js");
     const [grown, whole] = [0, 1].map(() => document.createElement("div"));
@@ -41,37 +27,6 @@ DRAWN = """(async (text) => {
     new Markdown(whole).draw(text, true);
     return [grown.innerHTML, whole.innerHTML];
 })"""
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with running_browser() as port:
-        yield port
-
-
-@pytest.fixture
-async def tab(port: int) -> AsyncIterator[Page]:
-    async with new_tab(port) as page:
-        yield page
-        assert page.faults == []
-
-
-@pytest.fixture
-def shots(tmp_path: Path) -> Path:
-    """Screenshots go where a developer asked for them, else they are thrown away."""
-    return Path(os.environ.get("SCREENSHOTS", tmp_path))
-
-
-async def ask(page: Page, text: str) -> None:
-    await page.type("#prompt", text)
-    await page.key("Enter")
-    await page.until(f"{ANSWERED} && {TEXT}.includes({json.dumps(text)})")
-
-
-async def reload(page: Page) -> None:
-    """Loads the page again once the browser has kept what the old document gave it to keep."""
-    await page.js(KEPT)
-    await page.reload()
 
 
 async def shows_the_timeline(page: Page, url: str) -> None:
@@ -161,7 +116,11 @@ async def test_what_grows_is_what_is_drawn_at_once(tab: Page) -> None:
             grown, whole = await tab.js(f"{DRAWN}({json.dumps(text)})")
             assert grown == whole
             if text is NESTED:
-                for part in ("<li><p>☑ done</p><p>more</p></li>", '<ol start="3">', '<td align="center">e</td>'):
+                for part in (
+                    "<li><p>☑ done</p><p>more</p></li>",
+                    '<ol dir="auto" start="3">',
+                    '<td align="center">e</td>',
+                ):
                     assert part in whole
 
 

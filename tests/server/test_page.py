@@ -111,6 +111,33 @@ def test_every_field_and_button_has_a_name(elements):
             assert attrs["aria-label"]
 
 
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_and_the_edges_of_fields_stand_out(scheme):
+    """As WCAG 2 asks at level AA: 4.5 for text, 3 for what shows where a field is or how a server does."""
+    pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", OWN["base.css"])
+    colours = {name: pair[scheme] for name, *pair in pairs}
+    grounds = ("paper", "side", "raised", "mine", "code")
+    text = [("ink", ground) for ground in grounds] + [("soft", ground) for ground in grounds]
+    text += [("accent", "paper"), ("on-accent", "accent"), ("bad", "paper"), ("bad", "bad-paper")]
+    parts = [("edge", "paper"), ("edge", "raised"), ("edge", "side")]
+    parts += [("good", "paper"), ("wait", "paper"), ("accent", "raised")]
+    for least, tried in ((4.5, text), (3, parts)):
+        for front, ground in tried:
+            assert contrast(colours[front], colours[ground]) >= least, (front, ground)
+    assert "::placeholder { color: var(--soft); opacity: 1; }" in OWN["base.css"]
+
+
 def test_files_are_small_enough_to_read():
     for name, text in OWN.items():
         assert text.count("\n") < 400, name

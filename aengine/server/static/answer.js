@@ -5,7 +5,8 @@
 
 import * as api from "./api.js";
 
-const FEWEST = 8; // tokens that say something about speed: those of one step come together
+const FEWEST = 8; // tokens, and the time between them, that say something about speed: those of one step come together
+const SHORTEST_MS = 20;
 
 const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
 const rate = (perSecond) => perSecond.toFixed(perSecond < 100 ? 1 : 0);
@@ -17,6 +18,7 @@ export class Answer {
     this.waiting = null; // {message, left}: the server asked to come back
     this.usage = null;
     this.first = this.last = 0;
+    this._calls = new Map(); // index in the stream → call
     this._abort = new AbortController();
     this._goOn = () => {};
   }
@@ -32,7 +34,8 @@ export class Answer {
       this.node.finish ??= "stop";
     } catch (error) {
       if (error.name === "AbortError") this.node.finish = "stopped";
-      else this.node.error = { message: error.message, status: error.status ?? 0, code: error.code ?? null };
+      else if (error instanceof api.Problem) this.node.error = { message: error.message, status: error.status, code: error.code };
+      else this.node.error = { message: api.NO_ANSWER, status: 500, code: null }; // a piece of another shape
     }
     this.waiting = null;
     this.node.figures = this.figures();
@@ -91,8 +94,12 @@ export class Answer {
   }
 
   _call({ index = 0, id, function: { name, arguments: args } = {} }) {
-    const calls = (this.node.calls ??= []);
-    const call = (calls[index] ??= { id: id ?? `call_${index}`, name: "", args: "" });
+    let call = this._calls.get(index);
+    if (!call) {
+      call = { id: id ?? `call_${index}`, name: "", args: "" };
+      this._calls.set(index, call);
+      (this.node.calls ??= []).push(call);
+    }
     if (name) call.name = name;
     if (args) call.args += args;
   }
@@ -101,7 +108,7 @@ export class Answer {
     const parts = [];
     if (this.first) parts.push(`TTFT ${seconds(this.first - this.began)}`);
     const made = this.usage?.completion_tokens ?? 0;
-    if (made >= FEWEST && this.last > this.first) parts.push(`${rate(((made - 1) / (this.last - this.first)) * 1000)} tokens/s`);
+    if (made >= FEWEST && this.last - this.first >= SHORTEST_MS) parts.push(`${rate(((made - 1) / (this.last - this.first)) * 1000)} tokens/s`);
     if (made) {
       const { prompt_tokens: prompt, prompt_tokens_details: details } = this.usage;
       parts.push(`${made} ${made === 1 ? "token" : "tokens"}`, `prompt ${prompt}, cached ${details?.cached_tokens ?? 0}`);

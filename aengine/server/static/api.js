@@ -10,10 +10,14 @@ export class Problem extends Error {
   }
 }
 
+export const NO_ANSWER = "The server sent something that is not part of an answer.";
+
 let key = "";
 export function setKey(value) { key = value.trim(); }
+export const hasKey = () => key !== "";
 
 async function request(path, options = {}) {
+  if (/[^!-~]/.test(key)) throw new Problem("The API key has a space or a letter that no key can have.", 401);
   const headers = { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...(options.body ? { "Content-Type": "application/json" } : {}) };
   let response;
   try { response = await fetch(path, { ...options, headers, cache: "no-store" }); }
@@ -25,11 +29,15 @@ async function request(path, options = {}) {
   let error = {};
   try { error = (await response.json()).error ?? {}; } catch { /* not an envelope: the status has to do */ }
   const after = Number(response.headers.get("retry-after"));
-  throw new Problem(error.message || `The server answered ${response.status}.`, response.status, error.code ?? null, after || null);
+  throw new Problem(error.message || `The server answered ${response.status}.`, response.status, error.code ?? null, after > 0 ? after : null);
 }
 
 /** The served models: [{id, max_model_len, input_modalities}]. */
-export const models = async () => (await (await request("v1/models")).json()).data;
+export async function models() {
+  const response = await request("v1/models");
+  try { return (await response.json()).data.filter(({ id }) => id && typeof id === "string"); }
+  catch { throw new Problem("its list of models cannot be read", 500); }
+}
 
 /** The last `seconds` as Chrome's trace events. */
 export const trace = async (seconds) => (await request(`debug/trace?seconds=${seconds}`)).json();
@@ -60,9 +68,7 @@ async function* events(response) {
         if (!line.startsWith("data:")) continue;
         const data = line.slice(5).trim();
         if (data === "[DONE]") return;
-        const chunk = JSON.parse(data);
-        if (chunk.error) throw new Problem(chunk.error.message, chunk.error.status ?? 500, chunk.error.code);
-        yield chunk;
+        yield chunkOf(data);
       }
     }
   } catch (error) {
@@ -71,4 +77,12 @@ async function* events(response) {
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+function chunkOf(data) {
+  let chunk = null;
+  try { chunk = JSON.parse(data); } catch { /* as if it were null */ }
+  if (typeof chunk !== "object" || !chunk) throw new Problem(NO_ANSWER, 500);
+  if (chunk.error) throw new Problem(chunk.error.message || "The server broke the answer off.", chunk.error.status ?? 500, chunk.error.code ?? null);
+  return chunk;
 }

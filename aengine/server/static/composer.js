@@ -2,7 +2,7 @@
    Owns: its text, attached images (made smaller where large), its buttons.
    Does not know: how a message is sent. */
 
-import { $, announce, coarse, el, fit, iconButton } from "./dom.js";
+import { $, announce, coarse, el, fit, iconButton, isEnter } from "./dom.js";
 
 const LARGEST_PX = 2048;
 const LARGEST_BYTES = 2 << 20; // a body may have 8 MiB, and base64 adds a third
@@ -17,8 +17,7 @@ export class Composer {
     $("composer").addEventListener("submit", (event) => { event.preventDefault(); this._submit(); });
     $("prompt").addEventListener("input", () => this.update());
     $("prompt").addEventListener("keydown", (event) => {
-      // On a phone's keyboard Enter is the only way to break a line.
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !coarse()) { event.preventDefault(); this._submit(); }
+      if (isEnter(event)) { event.preventDefault(); this._submit(); }
       if (event.key === "ArrowUp" && !$("prompt").value) { event.preventDefault(); editLast(); }
     });
     $("prompt").addEventListener("paste", (event) => this._attach(event.clipboardData.files, event));

@@ -32,16 +32,34 @@ export function iconButton(name, label, onclick) {
   return el("button", { type: "button", class: "icon", title: label, "aria-label": label, onclick }, icon(name));
 }
 
-/** Copies what `text()` gives at the time of the click, and says so on the button. */
+/** Lets `parent` show `children` and nothing else. Only what differs is moved: what stays keeps its focus and place. */
+export function place(parent, children) {
+  const focused = document.activeElement;
+  children.forEach((child, i) => { if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] ?? null); });
+  while (parent.children.length > children.length) parent.lastElementChild.remove();
+  if (focused !== document.activeElement && parent.contains(focused)) focused.focus();
+}
+
+const nameOf = (button) => button.getAttribute("aria-label") ?? button.textContent;
+
+/** Lets `parent` show `children`, made anew: a button with the focus hands it to its like. */
+export function refill(parent, ...children) {
+  const name = parent.contains(document.activeElement) ? nameOf(document.activeElement) : null;
+  parent.replaceChildren(...children);
+  if (name !== null) [...parent.querySelectorAll("button")].find((button) => nameOf(button) === name)?.focus();
+}
+
+/** Copies `text`, and says so on the button for a while. */
 export async function copy(button, text) {
-  const words = button.querySelector("svg") ? null : button.textContent;
+  const words = button.querySelector("svg") ? null : (button.dataset.words ??= button.textContent);
   let said = "Copied";
   try { await navigator.clipboard.writeText(text); }
   catch { said = copyOldWay(text) ? said : "Not allowed"; }
   announce(said);
   if (words === null) { button.title = said; button.classList.add("done"); }
   else button.textContent = said;
-  setTimeout(() => {
+  clearTimeout(button.copied);
+  button.copied = setTimeout(() => {
     button.classList.remove("done");
     if (words === null) button.title = button.getAttribute("aria-label");
     else button.textContent = words;
@@ -62,6 +80,12 @@ function copyOldWay(text) {
 
 /** Says something to screen readers. */
 export function announce(text) { $("announce").textContent = text; }
+
+/** Enter that is meant: not one that ends the writing of a syllable with an input method (229: so Safari says it), and
+    not on a phone's keyboard, where it is the only way to break a line. */
+export const isEnter = (event) => event.key === "Enter" && !event.shiftKey && !composing(event) && !coarse();
+
+export const composing = (event) => event.isComposing || event.keyCode === 229;
 
 /** A text field as high as its text. */
 export function fit(box) {

@@ -1,11 +1,12 @@
 /* Puts the page together: each part is told of the others only what it has to call. */
 
-import { $ } from "./dom.js";
+import { $, composing } from "./dom.js";
 import { Chats } from "./chats.js";
 import { Composer } from "./composer.js";
 import { ServerState } from "./server.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
+import * as store from "./store.js";
 import { Thread } from "./thread.js";
 
 const chats = new Chats();
@@ -31,13 +32,34 @@ chats.addEventListener("change", () => {
   composer.running = chats.run !== null;
   composer.update();
 });
-chats.addEventListener("end", ({ detail: { error } }) => { if (error?.status === 0 || error?.status === 503) server.look(); });
+chats.addEventListener("end", ({ detail: { error } }) => { if ([0, 401, 404, 503].includes(error?.status)) server.look(true); });
+store.events.addEventListener("unkept", ({ detail: why }) => {
+  $("unkept").hidden = !why;
+  $("unkept").textContent = why && `This browser does not keep your conversations: ${why}. Export saves them in a file.`;
+});
+
+// The browser's back button leads to the conversation that was open before; an empty one is not come back to.
+let back = false;
+chats.addEventListener("change", () => {
+  const { id } = chats.current;
+  if (history.state !== id) history[chats.all.has(history.state) && !back ? "pushState" : "replaceState"](id, "");
+});
+addEventListener("popstate", ({ state }) => {
+  back = true;
+  if (chats.all.has(state)) chats.open(state);
+  else chats.begin();
+  back = false;
+});
 
 addEventListener("keydown", (event) => {
-  if (event.defaultPrevented) return;
+  if (event.defaultPrevented || composing(event)) return;
   if (event.key === "Escape" && chats.run && !$("settings").open) { event.preventDefault(); chats.stop(); composer.focus(); }
   if (event.ctrlKey && event.shiftKey && event.key.toLowerCase() === "o") { event.preventDefault(); $("settings").close(); sidebar.begin(); }
 });
+
+// The text of the last seconds would be lost with the page. A hidden page may end without another word.
+addEventListener("pagehide", () => chats.leave());
+document.addEventListener("visibilitychange", () => { if (document.hidden) chats.keepRunning(); });
 
 await chats.load();
 thread.toEnd();

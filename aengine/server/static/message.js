@@ -3,14 +3,16 @@
    Does not know: other messages, scrolling.
    Invariants: a view belongs to one node for life; `draw` may be called as often as one likes. */
 
-import { coarse, copy, el, fit, iconButton } from "./dom.js";
+import { composing, copy, el, fit, iconButton, isEnter, refill } from "./dom.js";
 import { Markdown } from "./markdown.js";
+import { show } from "./parts.js";
 
 /** `act`: what the buttons do, see thread.js. */
 export class QuestionView {
   constructor(node, act) {
     this.node = node;
     this.act = act;
+    this.running = false;
     this.meta = el("div", { class: "meta" });
     this.text = el("div", { class: "body" }, node.content);
     this.box = el("article", { class: "message user", "aria-label": "You" });
@@ -25,24 +27,30 @@ export class QuestionView {
 
   draw({ place, count, running }) {
     const { node, act } = this;
+    this.running = running;
+    if (this.send) this.send.disabled = running;
     const button = iconButton("copy", "Copy the message", () => copy(button, node.content));
-    this.meta.replaceChildren(...switcher(node, act, place, count, running), button);
-    if (!running) this.meta.append(iconButton("edit", "Edit and send again", () => this.edit()));
+    refill(this.meta, ...switcher(node, act, place, count, running), button,
+      ...(running ? [] : [iconButton("edit", "Edit and send again", () => this.edit())]));
   }
 
   edit() {
     const box = el("textarea", { value: this.node.content, rows: 2, "aria-label": "Edit the message" });
     const leave = () => { this._whole(); this.meta.querySelector('[aria-label^="Edit"]')?.focus(); };
-    const send = () => { if (box.value.trim()) this.act.edit(this.node, box.value.trim()); };
+    const send = () => {
+      if (this.running || !box.value.trim()) return;
+      this._whole();
+      this.act.edit(this.node, box.value.trim());
+    };
     box.addEventListener("input", () => fit(box));
     box.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") { event.stopPropagation(); leave(); }
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !coarse()) { event.preventDefault(); send(); }
+      if (event.key === "Escape" && !composing(event)) { event.stopPropagation(); leave(); }
+      if (isEnter(event)) { event.preventDefault(); send(); }
     });
+    this.send = el("button", { type: "button", class: "primary", onclick: send }, "Send");
     this.box.classList.add("editing");
     this.box.replaceChildren(el("div", { class: "editor" }, box, el("div", {},
-      el("button", { type: "button", onclick: leave }, "Cancel"),
-      el("button", { type: "button", class: "primary", onclick: send }, "Send"))));
+      el("button", { type: "button", onclick: leave }, "Cancel"), this.send)));
     fit(box);
     box.focus();
   }
@@ -55,7 +63,9 @@ export class AnswerView {
     this.text = el("div", { class: "body md" });
     this.markdown = new Markdown(this.text);
     this.calls = el("div");
+    this._drawnCalls = [];
     this.notices = el("div");
+    this._drawnNotice = "";
     this.meta = el("div", { class: "meta" });
     this.box = el("article", { class: "message assistant", "aria-label": "Answer" }, this.text, this.calls, this.notices, this.meta);
   }
@@ -65,33 +75,40 @@ export class AnswerView {
     const { node } = this;
     this.box.classList.toggle("writing", run !== null);
     this.box.setAttribute("aria-busy", String(run !== null));
-    this.grow(run);
-    this.calls.replaceChildren(...(node.calls ?? []).map((call) => this._call(call, !running && open.includes(call))));
-    this.notices.replaceChildren(...this._notices(run, running));
-    this.meta.replaceChildren(...switcher(node, this.act, place, count, running));
-    if (run) return;
-    const button = iconButton("copy", "Copy the answer", () => copy(button, node.content));
-    if (node.content) this.meta.prepend(button);
-    const nothing = !node.content && (node.error || node.finish === "stopped"); // then the notice has the button
-    if (!running && !nothing) this.meta.append(iconButton("again", "Another answer", () => this.act.again(node)));
-    const ended = { length: "cut at the token limit", stopped: "stopped" }[node.finish];
-    if (ended && node.content && !running) this.meta.append(el("button", { type: "button", class: "quiet", onclick: () => this.act.resume(node) }, "Go on"));
-    const figures = [node.figures, node.content && ended].filter(Boolean).join(" · ");
-    if (figures) this.meta.append(el("span", { class: "figures" }, figures));
+    this._grow(run, running, running ? [] : open);
+    const shown = switcher(node, this.act, place, count, running);
+    if (!run) {
+      const button = iconButton("copy", "Copy the answer", () => copy(button, node.content));
+      if (node.content) shown.unshift(button);
+      if (!running && (node.content || !this._drawnNotice)) shown.push(iconButton("again", "Another answer", () => this.act.again(node)));
+      const ended = node.error ? "" : { length: "cut at the token limit", stopped: "stopped", undefined: "not finished" }[node.finish];
+      if (ended && node.content && !running) shown.push(el("button", { type: "button", class: "quiet", onclick: () => this.act.resume(node) }, "Go on"));
+      const figures = [node.model, node.figures, node.content && ended].filter(Boolean).join(" · ");
+      if (figures) shown.push(el("span", { class: "figures" }, figures));
+    }
+    refill(this.meta, ...shown);
   }
 
   /** The growing part alone: once an animation frame. */
-  grow(run) {
+  grow(run) { this._grow(run, true, []); }
+
+  _grow(run, running, open) {
     this._thoughts(run);
     this.markdown.draw(this.node.content, run === null);
-    if (!run) return;
-    this.notices.replaceChildren(...this._notices(run, true));
-    if (this.node.calls) this.calls.replaceChildren(...this.node.calls.map((call) => this._call(call, false)));
+    this._notice(run, running);
+    show(this.calls, this._drawnCalls, (this.node.calls ?? []).map((call) => {
+      const asks = open.includes(call);
+      return { kind: "call", key: JSON.stringify([call, asks]), make: () => [this._call(call, asks)] };
+    }));
   }
 
   _thoughts(run) {
     const { reasoning, content, thought } = this.node;
-    if (!reasoning) return;
+    if (!reasoning) {
+      this.thoughts?.details.remove();
+      this.thoughts = null;
+      return;
+    }
     if (!this.thoughts) {
       const inner = el("div", { class: "inner md" });
       this.thoughts = { summary: el("summary"), markdown: new Markdown(inner), details: el("details", { class: "thinking" }) };
@@ -115,18 +132,31 @@ export class AnswerView {
     return box;
   }
 
-  _notices(run, running) {
+  /** The seconds still to wait pass without a word: readers would say each, and the button lose the focus. */
+  _notice(run, running) {
+    const { text, left = 0, bad = false, actions } = this._state(run, running) ?? { text: "", actions: [] };
+    const drawn = text && JSON.stringify([text, bad, actions.map(([name]) => name)]);
+    if (drawn !== this._drawnNotice) {
+      this._drawnNotice = drawn;
+      this.left = el("span", { "aria-live": "off" });
+      refill(this.notices, ...(text ? [notice(text, this.left, bad, actions)] : []));
+    }
+    if (left) this.left.textContent = ` – trying again in ${left} s`;
+  }
+
+  _state(run, running) {
     const { node, act } = this;
-    if (run?.waiting) {
-      const { message, left } = run.waiting;
-      return [notice(`${message} – trying again in ${left} s`, false, ["Try now", () => run.tryNow()])];
-    }
+    if (run?.waiting) return { text: run.waiting.message, left: run.waiting.left, actions: [["Try now", () => run.tryNow()]] };
+    if (run) return null;
+    const again = (name) => (running ? [] : [[name, () => act.retry(node)]]);
     if (node.error) {
-      const again = running ? [] : [["Retry", () => act.retry(node)]];
-      if (node.error.status === 401) again.unshift(["Enter the key", act.key]);
-      return [notice(node.error.message, true, ...again)];
+      const key = node.error.status === 401 ? [["Enter the key", act.key]] : [];
+      return { text: node.error.message, bad: true, actions: [...key, ...again("Retry")] };
     }
-    return node.finish === "stopped" && !node.content && !node.reasoning ? [notice("Stopped before the first word.", false, ...(running ? [] : [["Ask again", () => act.retry(node)]]))] : [];
+    if (node.content || node.calls?.length) return null;
+    const when = node.reasoning ? "before the first word of the answer" : "before the first word";
+    const text = { stopped: `Stopped ${when}.`, length: `Cut at the token limit ${when}.`, undefined: "This answer is not finished." }[node.finish];
+    return { text: text ?? "The answer is empty.", actions: again("Ask again") };
   }
 }
 
@@ -139,8 +169,8 @@ export class ResultView {
   draw() {}
 }
 
-function notice(text, bad, ...actions) {
-  return el("div", { class: bad ? "notice bad" : "notice", role: bad ? "alert" : "status" }, el("span", {}, text),
+function notice(text, left, bad, actions) {
+  return el("div", { class: bad ? "notice bad" : "notice", role: bad ? "alert" : "status" }, el("span", {}, text, left),
     ...actions.map(([name, onclick]) => el("button", { type: "button", onclick }, name)));
 }
 

@@ -14,14 +14,18 @@ export class ServerState {
     this.learned = learned;
     this.needsKey = needsKey;
     this.state = "wait";
+    this.known = false; // whether the models shown are those of the server as it is now
     this.since = performance.now();
     this._wake = () => {};
     $("model").addEventListener("change", () => chats.set("model", $("model").value));
     chats.addEventListener("change", () => this._pick());
   }
 
-  /** Looks again at once. */
-  look() { this._wake(); }
+  /** Looks again at once. `anew`: a question of its models was answered with no, so they are asked for again. */
+  look(anew = false) {
+    if (anew) this.known = false;
+    this._wake();
+  }
 
   async watch() {
     for (;;) {
@@ -34,16 +38,17 @@ export class ServerState {
     let phase;
     try { phase = await api.phase(); } catch (error) { this._show("down", error.message); return; }
     if (phase !== "ready") { this._show("wait", phase); return; }
-    if (this.state === "ready") return;
+    if (this.state === "ready" && this.known) return;
     try {
       this.chats.models = await api.models();
       $("model").replaceChildren(...this.chats.models.map(({ id }) => el("option", { value: id }, id)));
+      this.known = true;
       this._pick();
       this._show("ready", "ready");
       this.learned(this.chats.models);
     } catch (error) {
       const first = this.state !== "key";
-      if (error.status === 401) this._show("key", "an API key is needed");
+      if (error.status === 401) this._show("key", api.hasKey() ? "the API key is wrong" : "an API key is needed");
       else this._show("wait", error.message);
       if (error.status === 401 && first) this.needsKey();
     }

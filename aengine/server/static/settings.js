@@ -1,6 +1,7 @@
 /* The settings of the open conversation, and the key.
    Owns: the dialog and its fields.
-   Invariants: a field's text is the setting; what is not a number there is not kept, a list of tools only if it is one. */
+   Invariants: a field's text is the setting; a number out of range and what is none are said and not kept, and so is a
+   list of tools that is none. */
 
 import { $, fit } from "./dom.js";
 import * as api from "./api.js";
@@ -31,14 +32,18 @@ export class Settings {
   open(id = "system") {
     if ($("settings").open) return;
     for (const [field, name] of Object.entries(FIELDS)) $(field).value = this.chats.current.settings[name] ?? "";
-    this._fine("tools");
+    for (const field of Object.keys(FIELDS)) this._fine(field);
     $("settings").showModal();
     for (const box of $("settings").querySelectorAll("textarea")) fit(box);
     $(id).focus();
   }
 
   _fine(id) {
-    if (id !== "tools") return $(id).validity.valid;
+    if (id !== "tools") {
+      const wrong = [...$("settings").querySelectorAll("input:invalid")].map((box) => `${box.labels[0].textContent}: ${box.validationMessage}`);
+      $("numbers-fault").textContent = wrong.length ? `Not taken over – ${wrong.join(" ")}` : "";
+      return $(id).validity.valid;
+    }
     const fault = toolsFault($("tools").value.trim());
     $("tools-fault").textContent = fault;
     return !fault;

@@ -1,8 +1,9 @@
 /* The list of conversations.
    Owns: its elements, search, renaming, deleting, export and import, its being open on a phone.
-   Does not know: messages. */
+   Does not know: messages.
+   Invariants: a conversation has one row for life, which is changed in place: a name being written and the focus stay. */
 
-import { $, announce, el, iconButton } from "./dom.js";
+import { $, announce, composing, el, iconButton, place } from "./dom.js";
 import { matches, title } from "./conversation.js";
 
 const narrow = matchMedia("(max-width: 52rem)");
@@ -11,6 +12,8 @@ export class Sidebar {
   constructor(chats, { focusPrompt }) {
     this.chats = chats;
     this.focusPrompt = focusPrompt;
+    this.rows = new Map(); // conversation id → Row
+    this.none = el("li", { class: "none" });
     chats.addEventListener("change", () => this.draw());
     $("search").addEventListener("input", () => this.draw());
     $("new-chat").addEventListener("click", () => this.begin());
@@ -46,50 +49,29 @@ export class Sidebar {
   draw() {
     const words = $("search").value.trim();
     const found = this.chats.list().filter((conversation) => !words || matches(conversation, words));
-    const none = el("li", { class: "none" }, words ? "Nothing found." : "No conversations yet.");
-    $("conversations").replaceChildren(...(found.length ? found.map((each) => this._item(each)) : [none]));
+    this.none.textContent = words ? "Nothing found." : "No conversations yet.";
+    for (const id of this.rows.keys()) if (!this.chats.all.has(id)) this.rows.delete(id);
+    place($("conversations"), found.length ? found.map((each) => this._row(each).item) : [this.none]);
     $("export").disabled = this.chats.all.size === 0;
   }
 
-  _item(conversation) {
+  _row(conversation) {
     const { id } = conversation;
-    const name = title(conversation);
-    const current = this.chats.current.id === id;
-    const open = () => { this.chats.open(id); this.show(false); this.focusPrompt(); };
-    const button = el("button", { type: "button", class: "open", title: name, onclick: open }, name);
-    if (current) button.setAttribute("aria-current", "true");
-    const item = el("li", {}, button, el("span", { class: "tools" },
-      iconButton("edit", `Rename: ${name}`, () => this._rename(conversation, item)),
-      iconButton("delete", `Delete: ${name}`, () => this._delete(conversation, item))));
-    item.classList.toggle("current", current);
-    item.classList.toggle("busy", this.chats.runs.has(id));
-    return item;
+    let row = this.rows.get(id);
+    if (!row) this.rows.set(id, (row = new Row(id, this)));
+    row.draw(title(conversation), this.chats.current.id === id, this.chats.runs.has(id));
+    return row;
   }
 
-  _rename(conversation, item) {
-    const box = el("input", { value: title(conversation), "aria-label": "Name of the conversation", maxLength: 200 });
-    let left = false;
-    const leave = (keep) => {
-      if (left) return;
-      left = true;
-      if (keep && box.value.trim() !== title(conversation)) this.chats.rename(conversation.id, box.value);
-      else this.draw();
-    };
-    box.addEventListener("blur", () => leave(true));
-    box.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") leave(true);
-      if (event.key === "Escape") { event.stopPropagation(); leave(false); }
-    });
-    item.replaceChildren(box);
-    box.select();
+  choose(id) {
+    this.chats.open(id);
+    this.show(false);
+    this.focusPrompt();
   }
 
-  _delete(conversation, item) {
-    const sure = el("button", { type: "button", class: "quiet", onclick: () => { this.chats.delete(conversation.id); this.focusPrompt(); } }, "Delete");
-    const no = el("button", { type: "button", class: "quiet", onclick: () => this.draw() }, "Keep");
-    item.querySelector(".tools").replaceChildren(sure, no);
-    item.classList.add("current");
-    sure.focus();
+  delete(id) {
+    this.chats.delete(id);
+    this.focusPrompt();
   }
 
   _export() {
@@ -109,5 +91,61 @@ export class Sidebar {
     announce(said);
     $("import").textContent = said;
     setTimeout(() => { $("import").textContent = "Import"; }, 2500);
+  }
+}
+
+class Row {
+  constructor(id, sidebar) {
+    this.id = id;
+    this.sidebar = sidebar;
+    this.button = el("button", { type: "button", class: "open", onclick: () => sidebar.choose(id) });
+    this.tools = el("span", { class: "tools" });
+    this.item = el("li", {}, this.button, this.tools);
+    this.name = null;
+  }
+
+  draw(name, current, busy) {
+    this.item.classList.toggle("current", current);
+    this.item.classList.toggle("busy", busy);
+    if (current) this.button.setAttribute("aria-current", "true");
+    else this.button.removeAttribute("aria-current");
+    if (name === this.name) return;
+    this.name = this.button.title = this.button.textContent = name;
+    this._offer();
+  }
+
+  _offer() {
+    this.item.classList.remove("asking");
+    this.tools.replaceChildren(
+      iconButton("edit", `Rename: ${this.name}`, () => this._rename()),
+      iconButton("delete", `Delete: ${this.name}`, () => this._ask()));
+  }
+
+  _rename() {
+    const box = el("input", { value: this.name, "aria-label": "Name of the conversation", maxLength: 200 });
+    let left = false;
+    const leave = (keep, focus) => {
+      if (left) return;
+      left = true;
+      this.item.replaceChildren(this.button, this.tools);
+      if (focus) this.button.focus();
+      if (keep && box.value.trim() !== this.name) this.sidebar.chats.rename(this.id, box.value);
+    };
+    box.addEventListener("blur", () => leave(true, false));
+    box.addEventListener("keydown", (event) => {
+      if (composing(event)) return;
+      if (event.key === "Enter") leave(true, true);
+      if (event.key === "Escape") { event.stopPropagation(); leave(false, true); }
+    });
+    this.item.replaceChildren(box);
+    box.select();
+  }
+
+  _ask() {
+    const keep = () => { this._offer(); this.button.focus(); };
+    const sure = el("button", { type: "button", class: "quiet", "aria-label": `Delete for good: ${this.name}`, onclick: () => this.sidebar.delete(this.id) }, "Delete");
+    this.tools.replaceChildren(sure, el("button", { type: "button", class: "quiet", onclick: keep }, "Keep"));
+    this.item.classList.add("asking");
+    sure.focus();
   }
 }

@@ -1,14 +1,17 @@
 /* The open conversation.
    Owns: the row of messages, what their buttons do, following the end while text grows.
-   Invariants: while an answer grows it is drawn once an animation frame, and only it; the view follows the end only
-   if the reader was there. */
+   Invariants: while an answer grows it is drawn once an animation frame at most, and only it; the view follows the end until
+   the reader scrolls up, by however little, and again once the reader is back. */
 
-import { $, announce } from "./dom.js";
+import { $, announce, place } from "./dom.js";
 import { openCalls, shown, siblings } from "./conversation.js";
 import { AnswerView, QuestionView, ResultView } from "./message.js";
 
 const VIEWS = { user: QuestionView, assistant: AnswerView, tool: ResultView };
+const UPWARD = new Set(["ArrowUp", "PageUp", "Home"]);
 const NEAR_PX = 60;
+const QUICK_MS = 12; // what takes longer to draw is drawn less often: three quarters of the time are the reader's
+const RARER = 3;
 
 export class Thread {
   constructor(chats, askKey) {
@@ -28,29 +31,41 @@ export class Thread {
     chats.addEventListener("change", () => this.draw());
     chats.addEventListener("progress", ({ detail }) => this._grew(detail));
     chats.addEventListener("end", ({ detail }) => this._ended(detail));
-    this.atLatest = true;
-    $("scroll").addEventListener("scroll", () => { $("latest").hidden = this.atLatest = this.atEnd(); }, { passive: true });
-    // A field that grows, a phone's keyboard, the line of a loading server: the end stays in view.
-    new ResizeObserver(() => { if (this.atLatest) this.toEnd(); }).observe($("scroll"));
+    this.following = true;
+    this.top = 0;
+    $("scroll").addEventListener("scroll", () => this._scrolled(), { passive: true });
+    // Following would undo a scroll before it shows, so what means one counts.
+    let touched = 0;
+    $("scroll").addEventListener("wheel", ({ deltaY }) => { if (deltaY < 0) this._leave(); }, { passive: true });
+    $("scroll").addEventListener("keydown", (event) => {
+      if (event.target.tagName === "TEXTAREA") return;
+      if (UPWARD.has(event.key)) this._leave();
+      if (event.key === "End") { event.preventDefault(); this.toEnd(); }
+    });
+    $("scroll").addEventListener("touchstart", ({ touches: [{ clientY }] }) => { touched = clientY; }, { passive: true });
+    $("scroll").addEventListener("touchmove", ({ touches: [{ clientY }] }) => { if (clientY > touched) this._leave(); }, { passive: true });
+    // A field that grows, a phone's keyboard, the line of a loading server, a message that comes into view and has its
+    // height only then: the end stays in view.
+    const sizes = new ResizeObserver(() => { if (this.following) this.toEnd(); });
+    for (const id of ["scroll", "messages"]) sizes.observe($(id));
     $("latest").addEventListener("click", () => this.toEnd());
   }
 
   draw() {
     const { current } = this.chats;
-    const follow = this.atEnd() || this.conversation !== current;
-    if (this.conversation !== current) this.views.clear();
+    if (this.conversation !== current) {
+      this.views.clear();
+      this.following = true;
+    }
     this.conversation = current;
     const path = shown(current);
     $("welcome").hidden = path.length > 0;
     const views = path.map((node) => this._view(node));
-    const boxes = views.map(({ box }) => box);
-    // Only what differs is moved: an element that stays keeps its focus and its place.
-    boxes.forEach((box, i) => { if ($("messages").children[i] !== box) $("messages").insertBefore(box, $("messages").children[i] ?? null); });
-    while ($("messages").children.length > boxes.length) $("messages").lastChild.remove();
+    place($("messages"), views.map(({ box }) => box));
     path.forEach((node, i) => views[i].draw(this._facts(node)));
     $("stats").textContent = this.chats.run?.figures() ?? "";
-    if (follow) this.toEnd();
-    $("latest").hidden = this.atEnd();
+    if (this.following) this.toEnd();
+    $("latest").hidden = this.following || this._below() < NEAR_PX;
   }
 
   _view(node) {
@@ -68,14 +83,21 @@ export class Thread {
   _grew(node) {
     if (!this.views.has(node) || this.frame) return;
     this.frame = requestAnimationFrame(() => {
-      this.frame = 0;
-      const { run } = this.chats;
-      if (run === null) return;
-      const follow = this.atEnd();
-      this.views.get(run.node)?.grow(run);
-      $("stats").textContent = run.figures();
-      if (follow) this.toEnd();
+      const took = this._drawGrown();
+      if (took < QUICK_MS) { this.frame = 0; return; }
+      setTimeout(() => { this.frame = 0; this._grew(node); }, RARER * took);
     });
+  }
+
+  /** Gives how long that took, in milliseconds. */
+  _drawGrown() {
+    const began = performance.now();
+    const { run } = this.chats;
+    if (run === null) return 0;
+    this.views.get(run.node)?.grow(run);
+    $("stats").textContent = run.figures();
+    if (this.following) this.toEnd();
+    return performance.now() - began;
   }
 
   _ended(node) {
@@ -88,10 +110,25 @@ export class Thread {
     if (last && !this.chats.run) this._view(last).edit();
   }
 
-  atEnd() {
+  _below() {
     const { scrollHeight, scrollTop, clientHeight } = $("scroll");
-    return scrollHeight - scrollTop - clientHeight < NEAR_PX;
+    return scrollHeight - scrollTop - clientHeight;
   }
 
-  toEnd() { $("scroll").scrollTop = $("scroll").scrollHeight; }
+  _leave() { if ($("scroll").scrollTop > 0) this.following = false; }
+
+  _scrolled() {
+    const { scrollTop } = $("scroll");
+    const below = this._below();
+    if (scrollTop < this.top && below > 1) this.following = false; // not where text that shrank pulled the view up
+    if (scrollTop > this.top && below < NEAR_PX) this.following = true;
+    this.top = scrollTop;
+    $("latest").hidden = this.following || below < NEAR_PX;
+  }
+
+  toEnd() {
+    this.following = true;
+    $("scroll").scrollTop = $("scroll").scrollHeight;
+    this.top = $("scroll").scrollTop;
+  }
 }
