@@ -22,7 +22,7 @@ from aengine.cli.options import Parser, UsageError, add_sampling, add_settings, 
 from aengine.cli.remote import Remote
 from aengine.cli.saved import Chats, SavingFailed
 from aengine.cli.session import Answer, Chatter, EngineThread, Factory, Messages, real_engine
-from aengine.cli.signals import ends_at_once
+from aengine.cli.signals import ends_at_once, uninterrupted
 from aengine.cli.terminal import Ask, Terminal, note, say
 from aengine.config import home
 from aengine.errors import AengineError, ContextLengthExceeded, EngineDead, InvalidRequest
@@ -263,23 +263,32 @@ class Conversation:
         """Without an answer the next question meets the conversation as it was. Raises EngineDead."""
         self._unanswered = question, before
         asked = [*before, {"role": "user", "content": question}]
+        again = "; /regen asks again" if self._terminal.person else ""
         try:
-            text, stopped = self._stream(asked)
+            last, stopped, took_s = self._stream(asked)
         except EngineDead:
             raise
         except ContextLengthExceeded as error:
             self._fail(f"{error.message}\n/undo takes the last question and its answer back, /new starts over")
+            return
         except AengineError as error:
-            self._fail(f"{error.message}; /regen asks again")
-        else:
-            if stopped and not text:
-                self._fail("nothing was said yet; /regen asks again")
-            else:
-                self._dialogue.messages = [*asked, {"role": "assistant", "content": text}]
-                self._unanswered = None
-                self._keep()
-            if stopped and not self._terminal.person:
-                raise KeyboardInterrupt
+            self._fail(f"{error.message}{again}")
+            return
+        with uninterrupted():  # there is nothing left to stop
+            self._end(asked, last, stopped=stopped, took_s=took_s, again=again)
+        if stopped and not self._terminal.person:
+            raise KeyboardInterrupt
+
+    def _end(self, asked: Messages, last: Answer, *, stopped: bool, took_s: float, again: str) -> None:
+        _end_line(last, stopped=stopped)
+        if stopped and not last.text:
+            self._fail(f"nothing was said yet{again}")
+            return
+        self._dialogue.messages = [*asked, {"role": "assistant", "content": last.text}]
+        self._unanswered = None
+        self._totals.add(last, took_s)
+        note(_figures(last, took_s, stopped=stopped, max_tokens=self._dialogue.params().max_tokens))
+        self._keep()
 
     def _keep(self) -> None:
         """A full disk is no reason to stop talking."""
@@ -290,8 +299,8 @@ class Conversation:
                 note(f"the conversation is not saved: {error.message}")
             self._saves = False
 
-    def _stream(self, messages: Messages) -> tuple[str, bool]:
-        """The answer, and whether it was stopped."""
+    def _stream(self, messages: Messages) -> tuple[Answer, bool, float]:
+        """The answer, whether it was stopped, and the seconds it took."""
         last = Answer("", 0, 0, 0)
         stopped = False
         began_s = time.perf_counter()
@@ -303,18 +312,10 @@ class Conversation:
         except KeyboardInterrupt:
             stopped = True
         except AengineError:
-            _end_line(last)
+            if last.text or last.reasoning:
+                _end_line(last, stopped=True)
             raise
-        if stopped and not last.text:
-            note("")
-            return "", True
-        _end_line(last)
-        if not last.text:
-            say("")  # a line for each answer
-        took_s = time.perf_counter() - began_s
-        self._totals.add(last, took_s)
-        note(_figures(last, took_s, stopped=stopped))
-        return last.text, stopped
+        return last, stopped, time.perf_counter() - began_s
 
 
 def _leave(_: str) -> None:
@@ -331,17 +332,18 @@ def _show(before: Answer, answer: Answer) -> None:
         say(answer.text[len(before.text) :], end="")
 
 
-def _end_line(answer: Answer) -> None:
-    if answer.text:
+def _end_line(answer: Answer, *, stopped: bool) -> None:
+    """A line on stdout for each answer that ended by itself, be it empty."""
+    if answer.text or not stopped:
         say("")
-    elif answer.reasoning:
+    if not answer.text and (answer.reasoning or stopped):
         note("")
 
 
 FEWEST = 8  # tokens that say something about speed: those of one step come together
 
 
-def _figures(answer: Answer, took_s: float, *, stopped: bool) -> str:
+def _figures(answer: Answer, took_s: float, *, stopped: bool, max_tokens: int | None) -> str:
     ttft_s = answer.ttft_s if answer.ttft_s is not None else took_s
     writing_s = took_s - ttft_s
     told = ["stopped"] if stopped else []
@@ -353,5 +355,6 @@ def _figures(answer: Answer, took_s: float, *, stopped: bool) -> str:
     if answer.tokens >= FEWEST and writing_s > 0:
         told.append(f"{(answer.tokens - 1) / writing_s:.1f} tokens/s")
     if answer.cut_off:
-        told.append("cut off: no more tokens are allowed (/set max_tokens) or fit")
+        asked_for = max_tokens is not None and answer.tokens in (0, max_tokens)
+        told.append(f"cut off at max_tokens {max_tokens}" if asked_for else "cut off: the context is full")
     return f"[{' · '.join(told)}]"

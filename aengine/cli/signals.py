@@ -1,8 +1,9 @@
-"""What signals do while nothing is open or under way.
+"""What signals do where the interpreter's way would not do.
 
-Owns: `ends_at_once`.
+Owns: `ends_at_once`, while nothing is open or under way; `uninterrupted`, while something is finished.
 Does not know: commands; event loops, which have handlers of their own.
-Invariants: nothing is raised, least of all in the middle of an import; the handlers before come back.
+Invariants: nothing is raised, least of all in the middle of an import; the handlers before come back. Called in the main
+thread alone.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+Handler = Callable[[int, object], None] | signal.Handlers
 
 
 @contextmanager
@@ -22,9 +25,22 @@ def ends_at_once(told: str, numbers: Sequence[signal.Signals] = (signal.SIGINT, 
         print(told.format(signal.Signals(number).name), file=sys.stderr, flush=True)
         os._exit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in numbers}
+    with _handled(end, numbers):
+        yield
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C does nothing."""
+    with _handled(signal.SIG_IGN, (signal.SIGINT,)):
+        yield
+
+
+@contextmanager
+def _handled(handler: Handler, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)

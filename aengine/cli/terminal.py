@@ -93,7 +93,8 @@ class History:
         readline.set_completer(lambda text, state: [*(n for n in names if text and n.startswith(text)), None][state])
         readline.set_completer_delims(" ")
         readline.parse_and_bind("tab: complete")
-        readline.parse_and_bind("set enable-bracketed-paste on")  # several lines pasted are one message
+        if _moves():
+            readline.parse_and_bind("set enable-bracketed-paste on")  # several lines pasted are one message
         readline.set_history_length(HISTORY_LINES)
         with contextlib.suppress(OSError):
             readline.read_history_file(path)
@@ -139,6 +140,19 @@ def _put(stream: TextIO | None, text: str) -> None:
 
 def _is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
+
+
+def _moves() -> bool:
+    """Whether the terminal has a cursor to move, and so takes more than letters."""
+    try:
+        import curses
+    except ImportError:
+        return False
+    try:
+        curses.setupterm(fd=2)
+    except curses.error:
+        return False
+    return curses.tigetstr("cup") is not None
 
 
 def _type(prompt: str) -> str:

@@ -16,6 +16,14 @@ class FakeReport:
 
 
 @dataclass
+class FakeText:
+    chat_template: str | None = None
+
+    def token_bytes(self, id):
+        return b"?"
+
+
+@dataclass
 class FakeEngine:
     """Says the last message backwards, a character an output. `limit`: longest conversation, in messages."""
 
@@ -24,6 +32,7 @@ class FakeEngine:
     delay_s: float = 0.0
     start_error: Exception | None = None
     report: FakeReport = field(default_factory=FakeReport)
+    text: FakeText = field(default_factory=FakeText)
     log: list = field(default_factory=list)
 
     async def start(self):
