@@ -356,5 +356,5 @@ def _figures(answer: Answer, took_s: float, *, stopped: bool, max_tokens: int | 
         told.append(f"{(answer.tokens - 1) / writing_s:.1f} tokens/s")
     if answer.cut_off:
         asked_for = max_tokens is not None and answer.tokens in (0, max_tokens)
-        told.append(f"cut off at max_tokens {max_tokens}" if asked_for else "cut off: the context is full")
+        told.append(f"cut off at max_tokens {max_tokens}" if asked_for else "cut off: no more fit or is allowed")
     return f"[{' · '.join(told)}]"

@@ -2,8 +2,8 @@
 
 Owns: `ends_at_once`, while nothing is open or under way; `uninterrupted`, while something is finished.
 Does not know: commands; event loops, which have handlers of their own.
-Invariants: nothing is raised, least of all in the middle of an import; the handlers before come back. Called in the main
-thread alone.
+Invariants: nothing is raised, least of all in the middle of an import; the handlers before come back. Only the main
+thread may ask for either.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ class FakeEngine:
 
     config: object = None
     limit: int = 100
+    ends: str = "stop"
     delay_s: float = 0.0
     start_error: Exception | None = None
     report: FakeReport = field(default_factory=FakeReport)
@@ -63,7 +64,7 @@ class FakeEngine:
                 choice.text += letter
                 choice.token_ids.append(i)
                 yield RequestOutput("r", text, [1, 2, 3], [choice], finished=False, ttft_s=0.25)
-            choice.finish_reason = FinishReason.STOP
+            choice.finish_reason = FinishReason(self.ends)
             yield RequestOutput("r", text, [1, 2, 3], [choice], finished=True, ttft_s=0.25, e2e_s=0.5)
         except GeneratorExit:
             self.log.append("aborted")
