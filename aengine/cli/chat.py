@@ -23,7 +23,7 @@ from aengine.cli.remote import Remote
 from aengine.cli.saved import Chats, SavingFailed
 from aengine.cli.session import Answer, Chatter, EngineThread, Factory, Messages, real_engine
 from aengine.cli.signals import ends_at_once, uninterrupted
-from aengine.cli.terminal import Ask, Terminal, note, say
+from aengine.cli.terminal import Ask, OutputFailed, Terminal, note, say
 from aengine.config import home
 from aengine.errors import AengineError, ContextLengthExceeded, EngineDead, InvalidRequest
 
@@ -183,8 +183,8 @@ class Conversation:
                 self._command(message.text)
             elif message.text:
                 self._answer(message.text, self._dialogue.messages)
-        except EngineDead:
-            raise  # nothing more can be asked
+        except (EngineDead, OutputFailed):
+            raise  # nothing more can be asked, or shown
         except AengineError as error:
             self._fail(error.message)
 
@@ -260,13 +260,13 @@ class Conversation:
         note("\n".join(f"{'*' if name == self._chatter.model else ' '} {name}" for name in self._chatter.models()))
 
     def _answer(self, question: str, before: Messages) -> None:
-        """Without an answer the next question meets the conversation as it was. Raises EngineDead."""
+        """Without an answer the next question meets the conversation as it was. Raises EngineDead, OutputFailed."""
         self._unanswered = question, before
         asked = [*before, {"role": "user", "content": question}]
         again = "; /regen asks again" if self._terminal.person else ""
         try:
             last, stopped, took_s = self._stream(asked)
-        except EngineDead:
+        except (EngineDead, OutputFailed):
             raise
         except ContextLengthExceeded as error:
             self._fail(f"{error.message}\n/undo takes the last question and its answer back, /new starts over")

@@ -156,17 +156,19 @@ def _moves() -> bool:
 
 
 def _type(prompt: str) -> str:
-    if sys.stdin is None:
-        raise EOFError
-    if not _is_terminal(sys.stdout):  # a prompt is no part of the answers
-        note(prompt, end="")
-        prompt = ""
+    """Raises EOFError."""
     try:
-        return input(prompt)
+        if _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and sys.stderr is not None:
+            return input(prompt)
+        note(prompt, end="")  # a prompt is no part of the answers
+        line = "" if sys.stdin is None else sys.stdin.readline()
     except OSError as error:
-        if error.errno == errno.EIO:  # the terminal has gone
-            raise EOFError from None
-        raise
+        if error.errno != errno.EIO:
+            raise
+        line = ""  # the terminal has gone
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
 
 
 def _text(line: str) -> str:
