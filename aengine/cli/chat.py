@@ -269,7 +269,9 @@ class Conversation:
         except (EngineDead, OutputFailed):
             raise
         except ContextLengthExceeded as error:
-            self._fail(f"{error.message}\n/undo takes the last question and its answer back, /new starts over")
+            shorter = "a shorter message may fit"
+            way = "/undo takes the last question and its answer back, /new starts over" if before else shorter
+            self._fail(f"{error.message}\n{way}")
             return
         except AengineError as error:
             self._fail(f"{error.message}{again}")
@@ -356,5 +358,7 @@ def _figures(answer: Answer, took_s: float, *, stopped: bool, max_tokens: int | 
         told.append(f"{(answer.tokens - 1) / writing_s:.1f} tokens/s")
     if answer.cut_off:
         asked_for = max_tokens is not None and answer.tokens in (0, max_tokens)
-        told.append(f"cut off at max_tokens {max_tokens}" if asked_for else "cut off: no more fit or is allowed")
+        told.append(
+            f"cut off at max_tokens {max_tokens}" if asked_for else "cut off: no more tokens fit or are allowed"
+        )
     return f"[{' · '.join(told)}]"
