@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, factory: Factory = real_engine, ask: Ask | Non
     model = config.engine.model.model
     note(f"loading {model} …")
     with contextlib.ExitStack() as stack:
-        with ends_at_once(f"aengine chat: ended by {{}} while {model} was loading".replace("\n", " ")):
+        with ends_at_once(f"aengine chat: ended by {{}} while {model} was loading"):
             engine = stack.enter_context(EngineThread(config.engine, factory))
         for line in engine.engine.report.lines:
             note(line)
@@ -269,9 +269,9 @@ class Conversation:
         except (EngineDead, OutputFailed):
             raise
         except ContextLengthExceeded as error:
-            shorter = "a shorter message may fit"
-            way = "/undo takes the last question and its answer back, /new starts over" if before else shorter
-            self._fail(f"{error.message}\n{way}")
+            undo = any(message["role"] == "user" for message in before)
+            way = "/undo takes the last question and its answer back, /new starts over"
+            self._fail(f"{error.message}\n{way if undo else 'a shorter message may fit'}")
             return
         except AengineError as error:
             self._fail(f"{error.message}{again}")

@@ -22,7 +22,7 @@ def ends_at_once(told: str, numbers: Sequence[signal.Signals] = (signal.SIGINT, 
     """A signal ends the process with one line: `told`, with the signal's name for {}."""
 
     def end(number: int, _frame: object) -> None:
-        print(told.format(signal.Signals(number).name), file=sys.stderr, flush=True)
+        print(told.replace("{}", signal.Signals(number).name), file=sys.stderr, flush=True)
         os._exit(128 + number)
 
     with _handled(end, numbers):
