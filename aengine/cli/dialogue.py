@@ -2,8 +2,8 @@
 
 Owns: the messages, sampling settings by name, totals, the form in which a conversation is saved.
 Does not know: terminals, engines.
-Invariants: messages are an optional system message, then questions and answers in turn; a saved conversation is JSON
-that `from_json` either takes whole or refuses with an InvalidRequest.
+Invariants: messages are an optional system message, then questions and answers in turn, and begin again or grow by both
+at once; a saved conversation is JSON that `from_json` either takes whole or refuses with an InvalidRequest.
 """
 
 from __future__ import annotations
@@ -75,6 +75,12 @@ class Dialogue:
     def begin(self, system: str | None) -> None:
         self.messages = [{"role": "system", "content": system}] if system else []
 
+    def instruct(self, system: str) -> None:
+        """Another system message, "": none, for what was said so far."""
+        said = self.messages if self.system is None else self.messages[1:]
+        self.begin(system)
+        self.messages += said
+
     def params(self) -> SamplingParams:
         return SamplingParams(**{"max_tokens": None, **self.sampling})
 
@@ -84,10 +90,7 @@ class Dialogue:
             raise InvalidRequest(f"there is no setting {name!r}; there are {', '.join(KINDS)}", param=name)
         changed = {key: value for key, value in self.sampling.items() if key != name}
         if text:
-            try:
-                changed[name] = KINDS[name](text.encode().decode("unicode_escape") if name == "stop" else text)
-            except ValueError:
-                raise InvalidRequest(f"{name}: {text!r} is not a number", param=name) from None
+            changed[name] = _value(name, text)
         Dialogue(changed).params()  # checks the ranges
         self.sampling = changed
 
@@ -105,13 +108,69 @@ class Dialogue:
         return json.dumps(saved, ensure_ascii=False, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Dialogue:
+    def from_json(cls, data: bytes) -> Dialogue:
+        """Raises InvalidRequest, which says what is wrong with it."""
         try:
-            saved = json.loads(text)
-            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in saved["messages"]]
-            sampling = {name: value for name, value in saved["sampling"].items() if name in KINDS}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InvalidRequest("the file is not a saved conversation", param="file") from None
-        loaded = cls(sampling, messages)
+            saved = json.loads(data)
+            messages, sampling = saved["messages"], dict(saved["sampling"])
+        except RecursionError:
+            raise InvalidRequest("it is nested too deeply") from None
+        except ValueError as error:  # not JSON, or not UTF-8
+            raise InvalidRequest(str(error)) from None
+        except (KeyError, TypeError):
+            raise InvalidRequest("it has no messages and sampling") from None
+        loaded = cls({name: _checked(name, value) for name, value in sampling.items() if name in KINDS})
+        loaded.messages = [_message(i, message) for i, message in enumerate(_list(messages))]
+        _in_turn([message["role"] for message in loaded.messages])
         loaded.params()
         return loaded
+
+
+def _value(name: str, text: str) -> float | str:
+    """What a person typed, as a setting's value."""
+    kind = KINDS[name]
+    try:
+        if kind is str:  # \n and the like; what is not Latin-1 becomes an escape first, and comes back as it was
+            unescaped = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+            unescaped.encode()
+            return unescaped
+        return int(text) if kind is int else float(text)
+    except ValueError:
+        expected = {str: "a text with escapes such as \\n", int: "a whole number", float: "a number"}[kind]
+        raise InvalidRequest(f"{name}: {text[:80]!r} is not {expected}", param=name) from None
+
+
+def _checked(name: str, value: object) -> object:
+    kinds = {float: (int, float), int: (int,), str: (str,)}[KINDS[name]]
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {str(value)[:80]!r}")
+    return value
+
+
+def _list(messages: object) -> list[Any]:
+    if not isinstance(messages, list):
+        raise InvalidRequest("its messages are no list")
+    return messages
+
+
+def _message(i: int, message: object) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, dict) else None
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise InvalidRequest(f"message {i} has no role and text")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"message {i} has half a character at {error.start}") from None
+    return {"role": role, "content": content}
+
+
+def _in_turn(roles: list[str]) -> None:
+    """Raises InvalidRequest where they are not a system message, if any, then questions and answers."""
+    start = 1 if roles[:1] == ["system"] else 0
+    for i, role in enumerate(roles[start:]):
+        expected = ("user", "assistant")[i % 2]
+        if role != expected:
+            raise InvalidRequest(f"message {start + i} is of {role[:40]!r}, not of {expected!r}")
+    if (len(roles) - start) % 2:
+        raise InvalidRequest(f"message {len(roles) - 1}, a question, has no answer")

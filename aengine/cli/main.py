@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
-from typing import NoReturn
 
 from aengine import __version__
+from aengine.cli.signals import ends_at_once
 from aengine.errors import AengineError, ConfigError
 
 COMMANDS = {
@@ -29,13 +28,14 @@ COMMANDS = {
     "trace": "fetch the timeline of a running server",
     "doctor": "show what this machine offers and what is wrong",
 }
+SERVE_ENDED = "aengine serve: ended by {} before it listened"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     try:
-        with _ends_early() if command == "serve" else nullcontext():
+        with ends_at_once(SERVE_ENDED) if command == "serve" else nullcontext():
             return _run(command, arguments[1:])
     except AengineError as error:
         name = f"aengine {command}" if command in COMMANDS else "aengine"
@@ -46,23 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (| head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-@contextmanager
-def _ends_early() -> Iterator[None]:
-    """What signals do until the event loop has handlers of its own."""
-    before = {number: signal.signal(number, _end_early) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end_early(number: int, _frame: object) -> NoReturn:
-    """Nothing is open or under way, except imports, in which nothing should be raised."""
-    print(f"aengine serve: ended by {signal.Signals(number).name} before it listened", file=sys.stderr, flush=True)
-    os._exit(128 + number)
 
 
 def _run(command: str, rest: list[str]) -> int:

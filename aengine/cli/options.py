@@ -119,13 +119,14 @@ def _metavar(setting: settings.Setting) -> str:
     return {int: "N", float: "X"}.get(setting.kind, "TEXT")
 
 
-def add_sampling(parser: Parser, max_tokens: int | None) -> None:
+def add_sampling(parser: Parser, max_tokens: int | None, temperature: float = 0.0) -> None:
     group = parser.add_argument_group("sampling")
     shown = "up to the context" if max_tokens is None else str(max_tokens)
     group.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"most tokens to generate (default: {shown})"
     )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    told = f"0 is greedy (default: {temperature:g})"
+    group.add_argument("--temperature", type=float, default=temperature, metavar="X", help=told)
     group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="nucleus sampling (default: 1)")
     group.add_argument("--seed", type=int, default=None, metavar="N", help="makes sampling repeatable")
 

@@ -1,8 +1,9 @@
 """A server elsewhere, as `aengine chat` uses it.
 
-Owns: the requests, reading an event stream, errors of the server and of the line as typed errors.
+Owns: the requests, errors of the server and of the line as typed errors.
 Does not know: conversations, terminals.
-Invariants: one request at a time; an answer that nobody reads on closes its connection, which aborts it.
+Invariants: one request at a time; an answer that nobody reads on closes its connection, which aborts it. Whatever comes
+from the other side, or does not come, is an answer or a typed error of one line.
 """
 
 from __future__ import annotations
@@ -10,16 +11,24 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import time
+import re
+import ssl
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from aengine.cli.session import Answer, Messages
+from aengine.cli.settings import near
+from aengine.cli.streams import Gathered, Malformed, chunks, said
 from aengine.errors import AengineError, ContextLengthExceeded, InvalidRequest
 from aengine.types import SamplingParams
 
+CONNECT_S = 10.0
+LISTING_S = 30.0
 TIMEOUT_S = 600.0  # between two pieces; a long prompt on a small machine takes minutes
+MAX_BYTES = 4 * 2**20  # of a body that is no stream
+NAMED = 12  # models in a message: some servers have hundreds
 SENT = (
     "top_p",
     "top_k",
@@ -34,31 +43,87 @@ DEFAULTS = SamplingParams(max_tokens=None)
 
 
 class Unreachable(AengineError):
-    """No server answered, or the connection broke."""
+    """No server answered, or not as one does, or the connection broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Of a server; `path` comes before /v1."""
+
+    secure: bool
+    host: str
+    port: int | None
+    path: str
+
+    @classmethod
+    def read(cls, url: str) -> Address:
+        """`url`: with or without /v1, http:// where no scheme is named. Raises InvalidRequest."""
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            port = parts.port
+            host = (parts.hostname or "").encode("idna").decode()
+        except ValueError as error:
+            raise InvalidRequest(f"{url!r} is not the address of a server: {error}", param="url") from None
+        if parts.username is not None or parts.password is not None:
+            raise InvalidRequest("the URL names a user; a server's key is given as --api-key", param="url")
+        if (
+            parts.scheme not in ("http", "https")
+            or not re.fullmatch(r"[!-~]+", host)
+            or re.search(r"[\0- \x7f]", url)
+            or parts.query
+            or parts.fragment
+        ):
+            message = f"{url!r} is not the address of a server, such as http://127.0.0.1:8000"
+            raise InvalidRequest(message, param="url")
+        path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        return cls(parts.scheme == "https", host, port, quote(path, safe="/%:@!$&'()*+,;=~"))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port is None else f":{self.port}"
+        return f"http{'s' if self.secure else ''}://{host}{port}{self.path}"
+
+    def connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=CONNECT_S)
 
 
 class Remote:
     """`url`: with or without /v1. `model`: as the server names it; None: the first it serves."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequest(f"{url!r} is not the address of a server, such as http://127.0.0.1:8000", param="url")
-        self._parts = parts
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._at = Address.read(url)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.model = self.models()[0]
+        self._keyed = bool(key)
+        served = self.models()
+        self.model = served[0]
         if model is not None:
-            self.use(model)
+            self._choose(model, served)
+
+    @property
+    def where(self) -> str:
+        return str(self._at)
 
     def models(self) -> tuple[str, ...]:
-        with self._request("GET", "/v1/models", None) as response:
-            return tuple(str(card["id"]) for card in json.load(response)["data"])
+        """At least one. Raises Unreachable."""
+        with self._request("GET", "/v1/models", None, LISTING_S) as response:
+            listed = _json(response.read(MAX_BYTES))
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
+            kind = response.headers.get_content_type()
+            raise Unreachable(f"{self._at}/v1/models is no list of models ({kind}): is it a server of this kind?")
+        if not cards:
+            raise Unreachable(f"{self._at} serves no model")
+        return tuple(str(card["id"]) for card in cards)
 
     def use(self, name: str) -> None:
-        served = self.models()
+        self._choose(name, self.models())
+
+    def _choose(self, name: str, served: tuple[str, ...]) -> None:
         if name not in served:
-            raise InvalidRequest(f"{name!r} is not served; there are {', '.join(served)}", param="model")
+            more = f" and {len(served) - NAMED} others" if len(served) > NAMED else ""
+            there = f"there are {', '.join(served[:NAMED])}{more}{near(name, served) if more else ''}"
+            raise InvalidRequest(f"{name!r} is not served; {there}", param="model")
         self.model = name
 
     def answers(self, messages: Messages, sampling: SamplingParams) -> Generator[Answer, None, None]:
@@ -68,75 +133,59 @@ class Remote:
         body |= {name: value for name in SENT if (value := getattr(sampling, name)) != getattr(DEFAULTS, name)}
         if sampling.stop:
             body["stop"] = list(sampling.stop)
-        began_s = time.perf_counter()
-        text = reasoning = ""
-        ttft_s: float | None = None
-        usage: dict[str, Any] = {}
-        with self._request("POST", "/v1/chat/completions", body) as response:
-            for chunk in _chunks(response):
-                usage = chunk.get("usage") or usage
-                delta = chunk["choices"][0].get("delta") or {} if chunk.get("choices") else {}
-                thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-                if ttft_s is None and (thought or delta.get("content")):
-                    ttft_s = time.perf_counter() - began_s
-                text += delta.get("content") or ""
-                reasoning += thought
-                yield _answer(text, reasoning, usage, ttft_s)
+        gathered = Gathered()
+        with self._request("POST", "/v1/chat/completions", body, TIMEOUT_S) as response:
+            if (kind := response.headers.get_content_type()) != "text/event-stream":
+                told = said(_json(response.read(MAX_BYTES)))
+                raise Unreachable(f"{self._at} answered with {kind}, not with a stream{f': {told}' if told else ''}")
+            for chunk in chunks(response):
+                yield gathered.add(chunk)
+            if not gathered.complete:
+                raise Unreachable(f"{self._at}: the connection ended before the answer was complete")
 
     @contextlib.contextmanager
-    def _request(self, method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
-        secure = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
+    def _request(self, method: str, path: str, body: object, timeout_s: float) -> Iterator[http.client.HTTPResponse]:
+        connection = self._at.connection()
+        waits_s = CONNECT_S
         try:
+            connection.connect()
+            waits_s = timeout_s
+            connection.sock.settimeout(timeout_s)
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._path + path, data, self._headers)
+            connection.request(method, self._at.path + path, data, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise _problem(response)
+                raise self._problem(response, path)
             yield response
+        except Malformed as error:
+            raise Unreachable(f"{self._at} {error}") from None
         except ConnectionRefusedError:
-            where = f"{self._parts.scheme}://{self._parts.netloc}"
-            raise Unreachable(f"no server listens on {where}; aengine serve starts one") from None
+            raise Unreachable(f"no server listens on {self._at}; aengine serve starts one") from None
+        except TimeoutError:
+            raise Unreachable(f"{self._at}: nothing came for {waits_s:.0f} s") from None
+        except ssl.SSLError as error:
+            raise Unreachable(f"{self._at}: {error.reason or error}; is it http://?") from None
         except (OSError, http.client.HTTPException) as error:
-            where = f"{self._parts.scheme}://{self._parts.netloc}"
-            raise Unreachable(f"{where}: {error or type(error).__name__}") from None
+            told = getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__
+            raise Unreachable(f"{self._at}: {told}") from None
         finally:
             connection.close()
 
-
-def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in response:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            return
-        chunk: dict[str, Any] = json.loads(data)
-        if "error" in chunk:
-            raise InvalidRequest(str(chunk["error"]["message"]))
-        yield chunk
-    raise Unreachable("the connection ended before the answer was complete")
+    def _problem(self, response: http.client.HTTPResponse, path: str) -> AengineError:
+        told = _json(response.read(MAX_BYTES))
+        error = told.get("error") if isinstance(told, dict) else None
+        code = error.get("code") if isinstance(error, dict) else None
+        message = f"{self._at}{path} answered {response.status}: {said(told) or response.reason}"
+        if after := response.headers.get("Retry-After"):
+            message += f" (try again in {after} s)"
+        if response.status == 401 and not self._keyed:
+            message += " (--api-key or AENGINE_API_KEY gives one)"
+        return ContextLengthExceeded(message) if code == ContextLengthExceeded.code else InvalidRequest(message)
 
 
-def _answer(text: str, reasoning: str, usage: dict[str, Any], ttft_s: float | None) -> Answer:
-    details = usage.get("prompt_tokens_details") or {}
-    return Answer(
-        text=text,
-        tokens=int(usage.get("completion_tokens") or 0),
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        cached_tokens=int(details.get("cached_tokens") or 0),
-        ttft_s=ttft_s,
-        reasoning=reasoning,
-    )
-
-
-def _problem(response: http.client.HTTPResponse) -> AengineError:
+def _json(data: bytes) -> object:
+    """None for what is no JSON."""
     try:
-        error = json.load(response)["error"]
-        message, code = str(error["message"]), error.get("code")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        message, code = f"the server answered {response.status} {response.reason}", None
-    if after := response.headers.get("Retry-After"):
-        message += f" (try again in {after} s)"
-    return ContextLengthExceeded(message) if code == ContextLengthExceeded.code else InvalidRequest(message)
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None

@@ -1,6 +1,7 @@
 """An engine inside a command.
 
-Owns: the façade's part that commands use, and a thread with an event loop that an engine lives in.
+Owns: the façade's part that commands use, a thread with an event loop that an engine lives in, the cut of an answer
+into thoughts and text.
 Does not know: flags, terminals.
 Invariants: an engine that was started is closed; an answer that nobody reads on is aborted.
 """
@@ -12,13 +13,13 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from aengine.config import EngineConfig
 from aengine.errors import InvalidRequest
-from aengine.types import RequestOutput, SamplingParams
+from aengine.types import FinishReason, RequestOutput, SamplingParams
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
@@ -37,6 +38,14 @@ class Report(Protocol):
     def lines(self) -> tuple[str, ...]: ...
 
 
+class Text(Protocol):
+    """Facts about a model's texts."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+    def token_bytes(self, id: int, /) -> bytes: ...
+
+
 class Engine(Protocol):
     async def start(self) -> None: ...
     async def close(self, *, drain_s: float = 0.0) -> None: ...
@@ -44,11 +53,14 @@ class Engine(Protocol):
     def chat(self, messages: Messages, sampling: SamplingParams, /) -> AsyncIterator[RequestOutput]: ...
     @property
     def report(self) -> Report: ...
+    @property
+    def text(self) -> Text: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer so far, from whatever gives answers. `ttft_s`: None until the first token."""
+    """An answer so far, from whatever gives answers. `ttft_s`: None until the first token; `cut_off`: it ended because
+    no more tokens were allowed or fit."""
 
     text: str
     tokens: int
@@ -56,6 +68,7 @@ class Answer:
     cached_tokens: int
     ttft_s: float | None = None
     reasoning: str = ""
+    cut_off: bool = False
 
 
 class Chatter(Protocol):
@@ -69,6 +82,7 @@ class Chatter(Protocol):
 
 
 Factory = Callable[[EngineConfig], Engine]
+Split = Callable[[str, bool], tuple[str, str]]
 
 
 def real_engine(config: EngineConfig) -> Engine:
@@ -140,10 +154,20 @@ class EngineThread:
 
     def answers(self, messages: Messages, sampling: SamplingParams) -> Generator[Answer, None, None]:
         with contextlib.closing(self.chat(messages, sampling)) as outputs:
+            split: Split | None = None
             for output in outputs:
-                choice = output.outputs[0]
-                prompt = len(output.prompt_token_ids)
-                yield Answer(choice.text, len(choice.token_ids), prompt, output.num_cached_tokens, output.ttft_s)
+                choice, prompt_ids = output.outputs[0], output.prompt_token_ids
+                split = split or splitter(self.engine.text, prompt_ids)
+                text, reasoning = split(choice.text, choice.finish_reason is not None)
+                yield Answer(
+                    text=text,
+                    tokens=len(choice.token_ids),
+                    prompt_tokens=len(prompt_ids),
+                    cached_tokens=output.num_cached_tokens,
+                    ttft_s=output.ttft_s,
+                    reasoning=reasoning,
+                    cut_off=choice.finish_reason == FinishReason.LENGTH,
+                )
 
     async def _open(self) -> None:
         self._engine = self._factory(self._config)
@@ -174,3 +198,28 @@ class EngineThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def splitter(facts: Text, prompt_ids: Sequence[int]) -> Split:
+    """-> what cuts a growing answer, and whether it is whole, into text and thoughts."""
+    if "think" not in (facts.chat_template or "").lower():  # the parsers come with the server, whose import takes 0.2 s
+        return lambda text, whole: (text, "")
+    from aengine.server.parsers import Cutter, find_marks, prompt_opens
+    from aengine.server.pieces import Reasoning
+    from aengine.server.pieces import Text as Said
+
+    marks = find_marks("auto", facts.chat_template)
+    cutter = Cutter(think=marks, opened=prompt_opens(marks, prompt_ids, facts))
+    seen, said, thought = 0, "", ""
+
+    def split(text: str, whole: bool) -> tuple[str, str]:
+        nonlocal seen, said, thought
+        for piece in (*cutter.feed(text[seen:]), *(cutter.finish() if whole else ())):
+            if isinstance(piece, Reasoning):
+                thought += piece.text
+            elif isinstance(piece, Said):
+                said += piece.text
+        seen = len(text)
+        return said, thought
+
+    return split

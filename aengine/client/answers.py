@@ -57,6 +57,24 @@ class WireAnswer(msgspec.Struct):
     prompt_logprobs: list[Mapping[str, Any] | None] | None = None
 
 
+class WireModel(msgspec.Struct):
+    id: str
+
+
+class WireModels(msgspec.Struct):
+    data: list[WireModel]
+
+
+class WireTokens(msgspec.Struct):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class WireText(msgspec.Struct):
+    prompt: str
+
+
 class Gathered:
     """One request's answer so far."""
 

@@ -14,17 +14,18 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import aiohttp
 import msgspec
 
-from aengine.client.answers import Gathered, WireAnswer
+from aengine.client.answers import Gathered, WireAnswer, WireModels, WireText, WireTokens
 from aengine.client.events import EventReader, EventTooLarge
 from aengine.client.wire import Body, Prompt, messages_of, prompt_of, sampling_body, with_images
 from aengine.errors import AengineError, InvalidRequest, NotReady, ServerUnreachable, error_from_wire
 from aengine.types import RequestOutput, SamplingParams
 
+T = TypeVar("T")
 READY_POLL_S = 0.2
 DONE = b"[DONE]"
 
@@ -190,26 +191,23 @@ class AsyncClient:
 
     async def models(self) -> list[str]:
         """Names that the server answers to."""
-        listed = await self._json("GET", "v1/models")
-        return [str(entry["id"]) for entry in listed.get("data") or ()]
+        return [card.id for card in (await self._json("GET", "v1/models", WireModels)).data]
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
-        answer = await self._json("POST", "tokenize", body)
-        return [int(token) for token in answer["tokens"]]
+        return (await self._json("POST", "tokenize", WireTokens, body)).tokens
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
-        answer = await self._json("POST", "detokenize", {"model": self.model, "tokens": list(ids)})
-        return str(answer["prompt"])
+        body = {"model": self.model, "tokens": list(ids)}
+        return (await self._json("POST", "detokenize", WireText, body)).prompt
 
     async def _room(self, prompt: str | list[int]) -> int:
         """How many tokens the context still holds behind a prompt."""
         text = prompt if isinstance(prompt, str) else ""
-        answer = await self._json("POST", "tokenize", {"model": self.model, "prompt": text})
-        used = int(answer["count"]) if isinstance(prompt, str) else len(prompt)
-        return max(1, int(answer["max_model_len"]) - used)
+        answer = await self._json("POST", "tokenize", WireTokens, {"model": self.model, "prompt": text})
+        return max(1, answer.max_model_len - (answer.count if isinstance(prompt, str) else len(prompt)))
 
     # ---- requests
 
@@ -232,12 +230,11 @@ class AsyncClient:
         try:
             if sampling.prompt_logprobs is not None:
                 gathered.add(await self._whole(path, body, request))
-                yield gathered.output()
-                return
-            body.update(stream=True, stream_options={"include_usage": True})
-            async for answer in self._chunks(path, body, request):
-                if gathered.add(answer) and not gathered.finished:
-                    yield gathered.output()
+            else:
+                body.update(stream=True, stream_options={"include_usage": True})
+                async for answer in self._chunks(path, body, request):
+                    if gathered.add(answer) and not gathered.finished:
+                        yield gathered.output()
             if not gathered.finished:
                 raise ServerUnreachable(f"{self.base_url} ended the answer of {name[:100]!r} before its end")
             yield gathered.output()  # after the counts, which come last
@@ -268,18 +265,20 @@ class AsyncClient:
 
     async def _whole(self, path: str, body: Body, request: _Open) -> WireAnswer:
         async with self._answer("POST", path, body, request) as response:
-            return _decode_answer(await self._read(response))
+            return await self._read(response, WireAnswer)
 
-    async def _json(self, method: str, path: str, body: Body | None = None) -> dict[str, Any]:
+    async def _json(self, method: str, path: str, form: type[T], body: Body | None = None) -> T:
         async with self._answer(method, path, body, _Open(), retries=0) as response:
-            answer: dict[str, Any] = msgspec.json.decode(await self._read(response))
-            return answer
+            return await self._read(response, form)
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, form: type[T]) -> T:
         try:
-            return await response.read()
+            return msgspec.json.decode(await response.read(), type=form)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerUnreachable(f"{self.base_url} broke off the answer: {error}") from error
+        except msgspec.DecodeError as error:
+            message = f"{response.url} answered with {response.content_type} that is not as expected: {error}"
+            raise ServerUnreachable(message) from error
 
     @contextlib.asynccontextmanager
     async def _answer(

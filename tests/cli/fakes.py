@@ -16,14 +16,24 @@ class FakeReport:
 
 
 @dataclass
+class FakeText:
+    chat_template: str | None = None
+
+    def token_bytes(self, id):
+        return b"?"
+
+
+@dataclass
 class FakeEngine:
     """Says the last message backwards, a character an output. `limit`: longest conversation, in messages."""
 
     config: object = None
     limit: int = 100
+    ends: str = "stop"
     delay_s: float = 0.0
     start_error: Exception | None = None
     report: FakeReport = field(default_factory=FakeReport)
+    text: FakeText = field(default_factory=FakeText)
     log: list = field(default_factory=list)
 
     async def start(self):
@@ -54,7 +64,7 @@ class FakeEngine:
                 choice.text += letter
                 choice.token_ids.append(i)
                 yield RequestOutput("r", text, [1, 2, 3], [choice], finished=False, ttft_s=0.25)
-            choice.finish_reason = FinishReason.STOP
+            choice.finish_reason = FinishReason(self.ends)
             yield RequestOutput("r", text, [1, 2, 3], [choice], finished=True, ttft_s=0.25, e2e_s=0.5)
         except GeneratorExit:
             self.log.append("aborted")

@@ -1,15 +1,17 @@
 """`aengine chat` on a fake engine and a scripted person."""
 
+import io
 import threading
 
 import pytest
 
 from aengine.cli import chat
+from aengine.cli.options import UsageError
 from aengine.cli.session import EngineThread
 from aengine.config import EngineConfig
-from aengine.errors import ModelNotFound
+from aengine.errors import InvalidRequest, ModelNotFound
 from aengine.types import SamplingParams
-from tests.cli.fakes import FakeEngine
+from tests.cli.fakes import FakeEngine, FakeText
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +82,8 @@ def test_a_conversation_that_got_too_long_can_go_on_after_new(capsys):
     engine = FakeEngine(limit=1)
     converse(engine, ["abc", "de", "/new", "f"])
     out, err = capsys.readouterr()
-    assert out == "cba\nf\n\n"
-    assert "3 messages, 1 fit\n/new starts over" in err
+    assert out == "cba\nf\n"
+    assert "3 messages, 1 fit\n/undo takes the last question and its answer back, /new starts over" in err
     assert conversations(engine)[-1] == ["user: f"]
 
 
@@ -107,7 +109,9 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(monkeypatch, caps
 
     monkeypatch.setattr(EngineThread, "chat", interrupted)
     converse(engine, ["x" * 10_000, "b"])
-    assert " [stopped]" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "[stopped · 3 prompt tokens" in err
+    assert "stopped" not in out
     assert "cancelled" in engine.log
     said = conversations(engine)[1][1].removeprefix("assistant: ")
     assert 3 <= len(said) < 10_000
@@ -166,14 +170,18 @@ def test_another_answer_and_taking_back(capsys):
 def test_settings_reach_the_sampling_and_wrong_ones_do_not(capsys):
     engine = FakeEngine()
     wrong = ["/set top_p 7", "/set top_k many", "/set frob 1"]
-    converse(engine, ["/set top_k 40", r"/set stop \n\n", *wrong, "a", "/set top_k", "b"])
+    converse(
+        engine,
+        ["/set top_k 40", r"/set stop \n\n", *wrong, "a", "/set top_k", r"/set stop é\t日", r"/set stop \x", "b"],
+    )
     first, second = (entry[2] for entry in engine.log if entry[0] == "chat")
     assert (first.top_k, first.stop, first.top_p, first.temperature) == (40, ("\n\n",), 1.0, 0.7)
-    assert second.top_k == 0
+    assert (second.top_k, second.stop) == (0, ("é\t日",))
     err = capsys.readouterr().err
     assert "top_p is 7.0, not in (0.0, 1.0]" in err
-    assert "top_k: 'many' is not a number" in err
+    assert "top_k: 'many' is not a whole number" in err
     assert "there is no setting 'frob'" in err
+    assert r"stop: '\\x' is not a text with escapes" in err
 
 
 def test_saved_conversations_go_on(capsys):
@@ -188,11 +196,36 @@ def test_saved_conversations_go_on(capsys):
     assert "there is no saved conversation 'none'" in err
 
 
-def test_a_file_that_is_no_conversation_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "Expecting value: line 1"),
+        (b"\xff", "'utf-8' codec can't decode byte 0xff"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[3]", "it has no messages and sampling"),
+        (b'{"messages": 3, "sampling": {}}', "its messages are no list"),
+        (b'{"messages": [3], "sampling": {}}', "message 0 has no role and text"),
+        (b'{"messages": [{"role": "user", "content": null}], "sampling": {}}', "message 0 has no role and text"),
+        (b'{"messages": [{"role": "user", "content": "a\\ud83d"}], "sampling": {}}', "half a character at 1"),
+        (b'{"messages": [{"role": "tool", "content": ""}], "sampling": {}}', "message 0 is of 'tool', not of 'user'"),
+        (b'{"messages": [{"role": "user", "content": ""}], "sampling": {}}', "message 0, a question, has no answer"),
+        (b'{"messages": [], "sampling": {"temperature": "hot"}}', "temperature is 'hot'"),
+        (b'{"messages": [], "sampling": {"stop": [1]}}', "stop is '[1]'"),
+        (b'{"messages": [], "sampling": {"temperature": NaN}}', "temperature is nan"),
+    ],
+)
+def test_a_file_that_is_no_conversation_is_refused_before_anything_is_loaded(data, told, tmp_path, capsys):
     (tmp_path / "chats").mkdir()
-    (tmp_path / "chats" / "odd.json").write_text('{"messages": 3}')
-    converse(FakeEngine(), ["/load odd"])
-    assert "not a saved conversation" in capsys.readouterr().err
+    (tmp_path / "chats" / "odd.json").write_bytes(data)
+    engine = FakeEngine()
+    with pytest.raises(InvalidRequest) as caught:
+        converse(engine, [], "--resume", "odd")
+    assert "odd.json is not a saved conversation: " in caught.value.message
+    assert told in caught.value.message
+    assert engine.log == []
+    converse(engine, ["abc", "/load odd", "de"])
+    assert conversations(engine)[1] == ["user: abc", "assistant: cba", "user: de"]
+    assert told in capsys.readouterr().err
 
 
 def test_several_lines_and_totals(capsys):
@@ -203,3 +236,133 @@ def test_several_lines_and_totals(capsys):
     assert "no answers yet" in err
     assert "2 answers · 6 prompt tokens (0 cached) · 14 tokens" in err
     assert "start `aengine chat other`" in err
+
+
+def test_what_is_given_wins_over_what_was_saved():
+    converse(FakeEngine(), ["/set seed 5", "/set top_k 9", "abc"], "--system", "be brief")
+    engine = FakeEngine()
+    converse(engine, ["f"], "--resume", "--system", "rhyme", "--temperature", "0.1", "--seed", "6")
+    assert conversations(engine) == [["system: rhyme", "user: abc", "assistant: cba", "user: f"]]
+    sampling = next(entry[2] for entry in engine.log if entry[0] == "chat")
+    assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.1, 6, 9)
+
+
+def test_another_conversation_is_not_written_over(tmp_path, capsys):
+    converse(FakeEngine(), ["abc", "/save trip", "de", "/save trip", "/new", "f", "/save trip"])
+    assert "there is a conversation 'trip' already" in capsys.readouterr().err
+    converse(FakeEngine(), ["gh", "/save trip"], "--resume", "trip")
+    saved = (tmp_path / "chats" / "trip.json").read_text()
+    assert [word in saved for word in ("abc", "de", "gh", '"f"')] == [True, True, True, False]
+    assert not list((tmp_path / "chats").glob("*.part"))
+    assert (tmp_path / "chats" / "trip.json").stat().st_mode & 0o077 == 0
+
+
+def test_where_nothing_can_be_saved_talking_goes_on_and_it_is_told_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AENGINE_HOME", str(tmp_path / "file"))
+    engine = FakeEngine()
+    converse(engine, ["abc", "de", "/save x", "/sessions"])
+    err = capsys.readouterr().err
+    assert err.count("the conversation is not saved: ") == 1
+    assert "x.json cannot be written: Not a directory" in err
+    assert len(conversations(engine)) == 2
+
+
+def test_a_question_without_an_answer_is_asked_again_by_regen(capsys):
+    engine = FakeEngine(limit=1)
+    converse(engine, ["abc", "de", "/undo", "/regen", "f", "g"])
+    assert conversations(engine)[2:] == [["user: f"], ["user: f", "assistant: f", "user: g"]]
+    engine = FakeEngine(limit=1)
+    converse(engine, ["abc", "de", "/regen"])
+    assert conversations(engine)[1:] == [["user: abc", "assistant: cba", "user: de"]] * 2
+
+
+def test_an_answer_stopped_before_its_first_word_is_none(monkeypatch, capsys):
+    engine = FakeEngine()
+    real = EngineThread.answers
+    stops = iter([True, False, True, False])
+
+    def answers(self, messages, sampling):
+        if next(stops):
+            raise KeyboardInterrupt
+        yield from real(self, messages, sampling)
+
+    monkeypatch.setattr(EngineThread, "answers", answers)
+    converse(engine, ["abc", "/regen", "/regen", "de"])
+    assert conversations(engine) == [["user: abc"], ["user: abc", "assistant: cba", "user: de"]]
+    assert capsys.readouterr().err.count("nothing was said yet; /regen asks again") == 2
+
+
+def test_thoughts_of_a_model_in_this_process_are_no_part_of_the_conversation(capsys):
+    engine = FakeEngine(text=FakeText("{{ '</think>' }}"))
+    converse(engine, ["<think>hm</think>yes"[::-1], "b"])
+    out, err = capsys.readouterr()
+    assert out == "yes\nb\n"
+    assert "hm\n\n[" in err
+    assert conversations(engine)[1][1] == "assistant: yes"
+
+
+def test_an_answer_that_was_cut_off_says_so(capsys):
+    converse(FakeEngine(ends="length"), ["abcdef"], "--max-tokens", "3")
+    assert "cut off at max_tokens 3]" in capsys.readouterr().err
+
+
+def test_commands_take_what_they_take(capsys):
+    engine = FakeEngine()
+    converse(engine, ["abc", "/new york", "/stat", "/quit now", '"""/etc/x"""', "/exit", "never"])
+    assert conversations(engine)[1] == ["user: abc", "assistant: cba", "user: /etc/x"]
+    err = capsys.readouterr().err
+    assert "/new takes nothing behind it, and there is 'york'" in err
+    assert "unknown command /stat; did you mean /stats" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            ["--url", "127.0.0.1:9", "--device", "sim", "--max-num-seqs", "2"],
+            "--max-num-seqs, --device: not with --url",
+        ),
+        (["--api-key", "x"], "it needs --url"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--system", "\udcff"], "--system is not UTF-8"),
+    ],
+)
+def test_flags_that_make_no_sense_are_misuse(argv, told):
+    with pytest.raises(UsageError, match=told):
+        converse(FakeEngine(), [], *argv)
+
+
+def piped(engine, data, monkeypatch, *argv):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    return chat.run(chat.parser().read(list(argv)), lambda config: engine)
+
+
+def test_a_pipe_is_answered_line_by_line_and_the_exit_code_tells(monkeypatch, capsys):
+    engine = FakeEngine()
+    assert piped(engine, b'abc\n\n"""d\ne"""\nf', monkeypatch) == 0
+    assert capsys.readouterr().out == "cba\ne\nd\nf\n"
+    assert piped(engine, b"", monkeypatch) == 0
+    assert piped(engine, b"caf\xe9\nok\n", monkeypatch) == 1
+    assert piped(engine, b'"""a\nb', monkeypatch) == 1
+    out, err = capsys.readouterr()
+    assert out == "ko\n"
+    assert "the message is not utf-8 text: byte 0xe9 after 3 characters" in err
+    assert "the input ended within a message, after 2 lines" in err
+    assert "/help" not in err
+
+
+def test_an_interrupt_of_a_pipe_ends_the_program_and_keeps_what_was_said(tmp_path, monkeypatch):
+    engine = FakeEngine()
+    real = EngineThread.answers
+
+    def answers(self, messages, sampling):
+        yield next(real(self, messages, sampling))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineThread, "answers", answers)
+    with pytest.raises(KeyboardInterrupt):
+        piped(engine, b"abc\nde\n", monkeypatch)
+    assert '"role": "assistant"' in (tmp_path / "chats" / "last.json").read_text()
+    assert conversations(engine) == [["user: abc"]]

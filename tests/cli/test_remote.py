@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import socket
 import threading
-from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from aengine.cli import chat
-from aengine.cli.remote import Remote
-from aengine.errors import AengineError, InvalidRequest
+from aengine.cli.remote import Address, Remote, Unreachable
+from aengine.errors import AengineError, ContextLengthExceeded, InvalidRequest
 from aengine.types import SamplingParams
-from tests.e2e.scripted import Refusal, Reply, Script, scripted
-from tests.waiting import DEADLINE_S
+from tests.e2e.scripted import Refusal, Reply
 
 ASK = [{"role": "user", "content": "x"}]
-
-
-@pytest.fixture
-def script(tmp_path, monkeypatch) -> Iterator[Script]:
-    monkeypatch.setenv("AENGINE_HOME", str(tmp_path))
-    made = Script(key="secret")
-    ready, done = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def main():
-        async with scripted(made):
-            ready.set()
-            await done.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
-    thread.start()
-    assert ready.wait(DEADLINE_S)
-    yield made
-    loop.call_soon_threadsafe(done.set)
-    thread.join()
-    loop.close()
 
 
 def converse(script, lines, *argv):
@@ -67,7 +45,7 @@ def test_a_conversation_with_a_server(script, capsys):
 
 
 def test_what_is_wrong_is_said(script):
-    with pytest.raises(InvalidRequest, match="missing or wrong API key"):
+    with pytest.raises(InvalidRequest, match=r"v1/models answered 401: missing or wrong API key \(--api-key or"):
         Remote(script.url, None, None)
     with pytest.raises(InvalidRequest, match="'big' is not served; there are small-model, other-model"):
         Remote(script.url, "secret", "big")
@@ -85,3 +63,114 @@ def test_an_answer_left_early_closes_its_connection(script):
     answers.close()
     script.answers = [Reply(["whole"])]
     assert [answer.text for answer in remote.answers(ASK, SamplingParams())][-1] == "whole"
+
+
+@contextmanager
+def canned(*answers):
+    """A server that says what it is told to, one answer a connection, and hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                while b"\r\n\r\n" not in connection.recv(65_536):
+                    pass
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread.join()
+    listener.close()
+
+
+def response(body, kind="application/json", status="200 OK", more=""):
+    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nConnection: close\r\n{more}\r\n{body}".encode()
+
+
+MODELS = response('{"data": [{"id": "m"}]}')
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (response("<html>", "text/html"), r"/v1/models is no list of models \(text/html\)"),
+        (response("<html>", "text/html", "502 Bad Gateway"), "/v1/models answered 502: Bad Gateway$"),
+        (response("[1]"), "is no list of models"),
+        (response('{"data": null}'), "is no list of models"),
+        (response('{"data": [3]}'), "is no list of models"),
+        (response('{"data": []}'), "serves no model"),
+        (response('{"detail": "busy"}', status="429 x", more="Retry-After: 7\r\n"), r"429: busy \(try again in 7 s\)"),
+        (b"SSH-2.0-OpenSSH\r\n", ": SSH-2.0-OpenSSH$"),
+        (b"", "Remote end closed connection"),
+    ],
+)
+def test_what_is_no_server_of_models_is_told(answer, told):
+    with canned(answer) as url, pytest.raises(AengineError, match=told) as caught:
+        Remote(url, None, None)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "told"),
+    [
+        (response("<html>", "text/html"), Unreachable, "answered with text/html, not with a stream$"),
+        (response('{"object": "error", "message": "no"}'), Unreachable, "application/json, not with a stream: no$"),
+        (
+            response('{"error": {"message": "9 of 8", "code": "context_length_exceeded"}}', status="400 Bad"),
+            ContextLengthExceeded,
+            "answered 400: 9 of 8$",
+        ),
+        (response("data: {}\n\n", "text/event-stream"), Unreachable, "ended before the answer was complete"),
+        (response("data: [3]\n\n", "text/event-stream"), Unreachable, r"sent what is no chunk of an answer: '\[3\]'"),
+    ],
+)
+def test_what_is_no_answer_is_told(answer, kind, told):
+    with canned(MODELS, answer) as url:
+        remote = Remote(url, None, None)
+        with pytest.raises(kind, match=told):
+            list(remote.answers(ASK, SamplingParams()))
+
+
+def test_https_to_a_server_without_it_is_told(script):
+    with pytest.raises(Unreachable, match=r"; is it http://\?"):
+        Remote(script.url.replace("http:", "https:"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("here:8000", "http://here:8000"),
+        ("https://here/v1/", "https://here"),
+        ("http://here/a/v1", "http://here/a"),
+        ("http://[::1]:1/é", "http://[::1]:1/%C3%A9"),
+    ],
+)
+def test_addresses(url, address):
+    assert str(Address.read(url)) == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://",
+        "ftp://x",
+        "http://x:port",
+        "http://x:99999",
+        "http://[::1",
+        "http://a b",
+        "x/?a=1",
+        "http://x\x01",
+    ],
+)
+def test_what_is_no_address_is_told(url):
+    with pytest.raises(InvalidRequest, match="is not the address of a server"):
+        Address.read(url)
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown():
+    with pytest.raises(InvalidRequest, match="--api-key") as caught:
+        Address.read("http://me:hidden@here")
+    assert "hidden" not in caught.value.message

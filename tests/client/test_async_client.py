@@ -153,7 +153,8 @@ async def scripted(answer: Any, **settings: Any) -> AsyncIterator[AsyncClient]:
         return web.json_response({"data": [{"id": "m"}]})
 
     app = web.Application()
-    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", answer)])
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", answer), web.get("/odd/{_:.*}", answer)])
+    app.add_routes([web.post("/odd/{_:.*}", answer)])
     server = TestServer(app)
     await server.start_server()
     try:
@@ -202,6 +203,20 @@ async def test_a_broken_answer_is_a_typed_error(text: str, error: type[Exception
     async with scripted(answer) as client:
         with pytest.raises(error):
             await all_of(client.generate("x"))
+
+
+@pytest.mark.parametrize("body", ["<html>", "[1]", '{"data": null}', '{"data": [{}]}', "", '{"prompt": 3}'])
+async def test_what_is_no_answer_is_a_typed_error(body: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=body, content_type="text/html")
+
+    async with scripted(answer) as client:
+        for asked in (client.models(), client.encode("a"), client.decode([1])):
+            client.base_url += "/odd"
+            with pytest.raises(ServerUnreachable, match="answered with text/html that is not as expected"):
+                await asked
+        with pytest.raises(ServerUnreachable, match=r"not as expected|before its end"):
+            await all_of(client.generate("a", SamplingParams(prompt_logprobs=0, max_tokens=1)))
 
 
 async def test_aborting_before_the_first_byte() -> None:
