@@ -13,7 +13,7 @@ needs_chromium = pytest.mark.skipif(
 )
 
 IDLE = "document.querySelector('#stop').hidden"
-TEXT = "document.querySelector('#messages').innerText"
+TEXT = "document.querySelector('#messages').textContent"  # whether it is in view, and laid out, or not
 NOTICE = "document.querySelector('.notice')?.innerText ?? ''"
 ANSWERED = f"{IDLE} && document.querySelector('#messages .assistant:last-child')"
 # A transaction that comes behind all that the page began.
@@ -31,7 +31,7 @@ async def say(page: Page, text: str) -> None:
 
 async def ask(page: Page, text: str) -> None:
     await say(page, text)
-    await page.until(f"{ANSWERED} && {TEXT}.includes({json.dumps(text)})")
+    await page.until(f"{ANSWERED} && {TEXT}.includes({json.dumps(text.strip())})")
 
 
 async def reload(page: Page) -> None:
