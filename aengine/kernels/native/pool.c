@@ -250,10 +250,10 @@ int ae_pool_threads(const ae_pool *p) { return p->threads; }
 void *ae_pool_scratch(ae_pool *p, int part, size_t bytes)
 {
     ae_buffer *b = &p->scratch[part];
-    if (b->bytes >= bytes) return b->data;
+    if (b->data && b->bytes >= bytes) return b->data; /* no bytes have a place, too: NULL says that memory is out */
     free(b->data);
     *b = (ae_buffer){0};
-    size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096; /* some room, so that growth ends soon */
+    size_t size = (bytes + bytes / 4) / 4096 * 4096 + 4096; /* some room, so that growth ends soon */
     if (posix_memalign(&b->data, 64, size)) b->data = NULL;
     b->bytes = b->data ? size : 0;
     return b->data;
