@@ -309,8 +309,8 @@ class Conversation:
         try:
             with contextlib.closing(self._chatter.answers(messages, self._dialogue.params())) as answers:
                 for answer in answers:
-                    _show(last, answer)
-                    last = answer
+                    before, last = last, answer  # what is seen is kept, wherever Ctrl-C falls
+                    _show(before, answer)
         except KeyboardInterrupt:
             stopped = True
         except AengineError:
