@@ -2,7 +2,7 @@
 
 The linear layers of SmolLM2-135M in every weight format, at several numbers of rows, beside three limits measured by
 the same thread pool (bench/limits.c): bytes read from memory, fp32 fused multiply-adds, exact integer products of 8
-and of 16 bits (w4g32p: a precise linear). One row counts against the read rate (bytes as packed, scales included), 64
+and of 16 bits. One row counts against the read rate (bytes as packed, scales included), 64
 and more against arithmetic. bf16 weights are widened and multiplied in fp32: their limit is fp32's.
 
 A figure is the sum over layers of each call's least time; the limits are taken between the calls. With one thread, time
@@ -50,13 +50,12 @@ class Format:
     bits: int
     group: int = 0
     minimum: bool = False
-    precise: bool = False
 
     @property
     def arithmetic(self) -> int:
         if not self.group:
             return FMA
-        return WIDE if self.bits == 8 or self.precise else BYTES
+        return WIDE if self.bits == 8 else BYTES
 
     def weight(self, out: int, size_in: int) -> Linear:
         if not self.group:
@@ -66,14 +65,13 @@ class Format:
         codes = torch.randint(low, high, (out, size_in), dtype=dtype)
         scale = (torch.rand(out, size_in // self.group) + 0.5).half().float()
         part = Quantised(codes, scale, scale.neg() if self.minimum else None, self.group, self.bits)
-        return Linear(torch.empty((out, size_in), device="meta"), None, (part,), self.precise)
+        return Linear(torch.empty((out, size_in), device="meta"), None, (part,))
 
 
 FORMATS = {
     "fp32": Format(32),
     "bf16": Format(16),
     "w4g32": Format(4, 32, minimum=True),
-    "w4g32p": Format(4, 32, minimum=True, precise=True),
     "w8g32": Format(8, 32),
     "w8g16": Format(8, 16),
 }

@@ -23,15 +23,13 @@ class Linear:
     """y = x · weightᵀ + bias. `weight` [out, in] or a backend's packed form of it; `bias` [out] or None.
 
     `parts`: the weight as quantised row blocks of one order of columns, first rows first; `weight` is then a meta
-    tensor that only tells shape and dtype of activations. `precise`: a backend that rounds activations to integers
-    keeps more bits of them here.
+    tensor that only tells shape and dtype of activations.
     `packed` is set by `Ops.prepare` and opaque to models.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     parts: tuple[Quantised, ...] = ()
-    precise: bool = False
     packed: Any = field(default=None, compare=False)
 
     @property

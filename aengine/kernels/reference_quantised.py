@@ -22,16 +22,19 @@ UNIT = 32  # activations that share a scale
 LEAST_WIDE, LEAST_NARROW = 2.0**-110, 2.0**-100
 NARROW, WIDE = 127, 32767  # greatest codes of activations of 8 and of 16 bits
 SCALES = 32767  # the greatest scale of a unit of 8 bits, in factors of its row
+OUT = 3  # a unit of 8 bits has second codes if its scale is more than so many times the mean of its row
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """codes fp64 [T, units, 32], scale fp32 [T, units], factor fp32 [T, 1]: a value is factor * scale * code.
+    """codes, second fp64 [T, units, 32], scale fp32 [T, units], factor fp32 [T, 1]: a value is
+    factor * scale * (code + second / 256).
 
     What is not finite makes codes 0 and a scale or factor NaN: every output of its row is NaN.
     """
 
     codes: Tensor
+    second: Tensor
     scale: Tensor
     factor: Tensor
 
@@ -55,48 +58,56 @@ def round_wide(x: Tensor) -> Rounded:
     units = _units(x)
     top = units.abs().amax(-1)
     inverse, scale = _over(top, WIDE, top.isfinite() & (top >= LEAST_WIDE))
-    return Rounded(_codes(units, inverse), scale, torch.ones(len(x), 1))
+    codes = _codes(units, inverse)
+    return Rounded(codes, torch.zeros_like(codes), scale, torch.ones(len(x), 1))
 
 
 def round_narrow(x: Tensor) -> Rounded:
-    """To 8 bits: a unit's greatest magnitude becomes 127 or the next that an integer scale allows."""
+    """To 8 bits: a unit's greatest magnitude becomes 127 or the next that an integer scale allows. Where its scale
+    stands out, what this left over is rounded to 8 bits again."""
     units = _units(x)
     top = units.abs().amax((1, 2)).unsqueeze(-1)
     fits = top.isfinite() & (top >= LEAST_NARROW)
     inverse, factor = _over(top, NARROW * SCALES, fits)
     exact = units.abs().amax(-1) * _over(top, SCALES, fits)[0]
     scale = exact.ceil().clamp(max=SCALES).nan_to_num(0.0)
-    codes = _codes(units, torch.where(scale > 0, inverse / scale, 0.0))
-    return Rounded(torch.where(top.unsqueeze(-1).isfinite(), codes, 0.0), scale, factor)
+    inverse = torch.where(scale > 0, inverse / scale, 0.0)
+    codes = torch.where(top.unsqueeze(-1).isfinite(), _codes(units, inverse), 0.0)
+    left = (units * inverse.unsqueeze(-1) - codes.float()) * 256
+    stands_out = scale * scale.shape[1] > OUT * scale.sum(1, keepdim=True)
+    second = torch.where(stands_out.unsqueeze(-1), torch.round(left).clamp(-NARROW, NARROW).double(), 0.0)
+    return Rounded(codes, second, scale, factor)
 
 
 def linear_quantised(
-    x: Tensor, parts: Sequence[Quantised], bias: Tensor | None = None, precise: bool = False
+    x: Tensor, parts: Sequence[Quantised], bias: Tensor | None = None
 ) -> Tensor:
     """x [T, in] by the weight that `parts` make up -> fp32 [T, out].
 
-    Activations have 16 bits before codes of 8 bits and where `precise`, 8 bits elsewhere.
+    Activations have 16 bits before codes of 8 bits, 8 bits elsewhere; of the latter, units whose scale stands out in
+    their row have second codes.
     """
     if parts[0].order is not None:
         x = x.index_select(1, parts[0].order)
-    y = torch.cat([_part(round_wide(x) if precise or part.bits == 8 else round_narrow(x), part) for part in parts], -1)
+    y = torch.cat([_part(round_wide(x) if part.bits == 8 else round_narrow(x), part) for part in parts], -1)
     return y if bias is None else y + bias.float()
 
 
 def _part(rounded: Rounded, part: Quantised) -> Tensor:
     """y = factor * sum over spans, rising, of scale_x * (scale_w * dot) + minimum * (scale_x * sum of x codes)."""
-    x, scale_x = rounded.codes, rounded.scale
+    scale_x = rounded.scale
     out, size_in = part.shape
     span = UNIT if part.group == size_in or part.group % UNIT == 0 else 16  # inputs summed as integers
-    per_unit, spans = UNIT // span, x.shape[1] * (UNIT // span)
-    x = x.reshape(x.shape[0], spans, span)
+    per_unit, spans = UNIT // span, scale_x.shape[1] * (UNIT // span)
+    x, second = (codes.reshape(len(codes), spans, span) for codes in (rounded.codes, rounded.second))
     w = F.pad(part.codes.double(), (0, spans * span - size_in)).view(out, spans, span)
-    y = torch.zeros((x.shape[0], out))
+    y = torch.zeros((len(x), out))
     for index in range(spans):
         group = min(index * span // part.group, part.scale.shape[1] - 1)
         sx = scale_x[:, index // per_unit].unsqueeze(-1)
-        dot = (x[:, index] @ w[:, index].T).float()
-        y = y + sx * (part.scale[:, group] * dot)
-        if part.minimum is not None:
-            y = y + part.minimum[:, group] * (sx * x[:, index].sum(-1, keepdim=True).float())
+        for codes, of in ((x[:, index], 1.0), (second[:, index], 1 / 256)):
+            dot = (codes @ w[:, index].T).float()
+            y = y + sx * (part.scale[:, group] * of * dot)
+            if part.minimum is not None:
+                y = y + part.minimum[:, group] * (sx * of * codes.sum(-1, keepdim=True).float())
     return y * rounded.factor

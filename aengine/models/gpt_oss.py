@@ -98,7 +98,7 @@ def _load_layer(config: ModelConfig, weights: Weights, index: int) -> GptOssLaye
     gate_up, down = load_experts(weights, at + "mlp.experts.", mixture, hidden, bias=True, interleaved=True)
     return GptOssLayer(
         attention_norm=weights.norm(at + "input_layernorm", hidden),
-        qkv=weights.linear(qkv, (q, kv, kv), hidden, config.qkv_bias, precise=True),
+        qkv=weights.linear(qkv, (q, kv, kv), hidden, config.qkv_bias),
         sinks=weights.tensor(attn + "sinks", (config.heads,), torch.float32),
         output=weights.linear((attn + "o_proj",), (hidden,), q, config.o_bias),
         mlp_norm=weights.norm(at + "post_attention_layernorm", hidden),

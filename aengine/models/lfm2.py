@@ -120,7 +120,7 @@ def _in_order(
 def _load_mlp(config: ModelConfig, weights: Weights, at: str) -> tuple[Tensor, Linear, Linear]:
     mlp = at + "feed_forward."
     gate_up = weights.linear((mlp + "w1", mlp + "w3"), (config.ffn,) * 2, config.hidden, bias=False)
-    down = weights.linear((mlp + "w2",), (config.hidden,), config.ffn, bias=False, precise=True)
+    down = weights.linear((mlp + "w2",), (config.hidden,), config.ffn, bias=False)
     return weights.norm(at + "ffn_norm", config.hidden), gate_up, down
 
 
@@ -136,7 +136,7 @@ def _load_attention(config: ModelConfig, weights: Weights, index: int) -> Layer:
     return Layer(
         attention_norm=weights.norm(at + "operator_norm", hidden),
         qkv=weights.linear(
-            (attn + "q_proj", attn + "k_proj", attn + "v_proj"), (q, kv, kv), hidden, bias=False, precise=True
+            (attn + "q_proj", attn + "k_proj", attn + "v_proj"), (q, kv, kv), hidden, bias=False
         ),
         q_norm=weights.norm(attn + "q_layernorm", config.head_dim),
         k_norm=weights.norm(attn + "k_layernorm", config.head_dim),

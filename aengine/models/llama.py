@@ -43,13 +43,13 @@ def load_layer(config: ModelConfig, weights: Weights, index: int, mlp_norm: str)
     qkv = (attn + "q_proj", attn + "k_proj", attn + "v_proj")
     return Layer(
         attention_norm=weights.norm(at + "input_layernorm", hidden, offset),
-        qkv=weights.linear(qkv, (q, kv, kv), hidden, config.qkv_bias, precise=True),
+        qkv=weights.linear(qkv, (q, kv, kv), hidden, config.qkv_bias),
         q_norm=weights.norm(attn + "q_norm", config.head_dim, offset) if config.qk_norm else None,
         k_norm=weights.norm(attn + "k_norm", config.head_dim, offset) if config.qk_norm else None,
         output=weights.linear((attn + "o_proj",), (hidden,), q, config.o_bias),
         mlp_norm=weights.norm(at + mlp_norm, hidden, offset),
         gate_up=weights.linear((mlp + "gate_proj", mlp + "up_proj"), (config.ffn,) * 2, hidden, config.mlp_bias),
-        down=weights.linear((mlp + "down_proj",), (hidden,), config.ffn, config.mlp_bias, precise=True),
+        down=weights.linear((mlp + "down_proj",), (hidden,), config.ffn, config.mlp_bias),
     )
 
 

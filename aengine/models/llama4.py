@@ -140,7 +140,7 @@ def _load_layer(config: ModelConfig, weights: Weights, index: int) -> Llama4Laye
         output=weights.linear((attn + "o_proj",), (hidden,), config.heads * config.head_dim, config.o_bias),
         mlp_norm=weights.norm(at + "post_attention_layernorm", hidden),
         gate_up=weights.linear((mlp + "gate_proj", mlp + "up_proj"), (ffn, ffn), hidden, False),
-        down=weights.linear((mlp + "down_proj",), (hidden,), ffn, False, precise=True),
+        down=weights.linear((mlp + "down_proj",), (hidden,), ffn, False),
         routed=routed,
     )
 
@@ -150,4 +150,4 @@ def _load_qkv(config: ModelConfig, weights: Weights, at: str, roped: bool) -> Li
     names = (at + "q_proj", at + "k_proj", at + "v_proj")
     orders = tuple(partial(rows_to_halves, heads=count) if roped else None for count in counts[:2])
     outs = tuple(count * config.head_dim for count in counts)
-    return weights.linear(names, outs, config.hidden, config.qkv_bias, (*orders, None), precise=True)
+    return weights.linear(names, outs, config.hidden, config.qkv_bias, (*orders, None))

@@ -163,7 +163,7 @@ def _load_embedding(config: ModelConfig, vision: VisionConfig, weights: Weights)
         embedding = weights.tensor(name, shape)
         return embedding, weights.prepare(Linear(embedding[: config.vocab_size]))
     return weights.table(name, shape), weights.linear(
-        ("lm_head",), (config.vocab_size,), config.hidden, bias=False, precise=True
+        ("lm_head",), (config.vocab_size,), config.hidden, bias=False
     )
 
 
@@ -182,15 +182,15 @@ def _load_cross(config: ModelConfig, weights: Weights, index: int) -> CrossLayer
     attention_gate, mlp_gate = (float(gate.tanh()) for gate in gates)
     return CrossLayer(
         attention_norm=weights.norm(at + "input_layernorm", hidden),
-        q=weights.linear((attn + "q_proj",), (q,), hidden, False, precise=True),
-        kv=weights.linear((attn + "k_proj", attn + "v_proj"), (kv, kv), hidden, False, precise=True),
+        q=weights.linear((attn + "q_proj",), (q,), hidden, False),
+        kv=weights.linear((attn + "k_proj", attn + "v_proj"), (kv, kv), hidden, False),
         q_norm=weights.norm(attn + "q_norm", config.head_dim),
         k_norm=weights.norm(attn + "k_norm", config.head_dim),
         output=weights.linear((attn + "o_proj",), (hidden,), q, False),
         attention_gate=attention_gate,
         mlp_norm=weights.norm(at + "post_attention_layernorm", hidden),
         gate_up=weights.linear((mlp + "gate_proj", mlp + "up_proj"), (config.ffn,) * 2, hidden, False),
-        down=weights.linear((mlp + "down_proj",), (hidden,), config.ffn, False, precise=True),
+        down=weights.linear((mlp + "down_proj",), (hidden,), config.ffn, False),
         mlp_gate=mlp_gate,
     )
 

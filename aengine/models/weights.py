@@ -53,12 +53,10 @@ class Weights:
         size_in: int,
         bias: bool,
         rows: tuple[Rows | None, ...] = (),
-        precise: bool = False,
     ) -> Linear:
         """The linears `names` of `outs` rows each, as one, prepared by the backend.
 
         `rows`: for each of them, a new order of the rows of its weight and bias, or None. Integer when all are.
-        `precise`: see `Linear`; what errors in it would do most harm: attention's inputs, the MLP's last, the head.
         """
         orders = rows or (None,) * len(names)
         whole = None
@@ -73,7 +71,7 @@ class Weights:
             self._check(name + ".weight", part.shape, (out, size_in))
             parts.append(part if order is None else part.with_rows(order))
         if len(parts) == len(names) and one_order(parts):
-            return self._packed(tuple(parts), whole, precise)
+            return self._packed(tuple(parts), whole)
         dense = [part.dequantise(self._dtype) for part in parts]
         for name, out, order in list(zip(names, outs, orders, strict=True))[len(parts) :]:
             value = self.tensor(name + ".weight", (out, size_in))
@@ -96,11 +94,11 @@ class Weights:
         if part is None or part.order is not None:  # a row of the table is read as it is
             return self.tensor(name, shape)
         self._check(name, part.shape, shape)
-        return self._packed((part,), None, precise=True)
+        return self._packed((part,), None)
 
-    def _packed(self, parts: tuple[Quantised, ...], bias: Tensor | None, precise: bool = False) -> Linear:
+    def _packed(self, parts: tuple[Quantised, ...], bias: Tensor | None) -> Linear:
         shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-        return self._ops.prepare(Linear(torch.empty(shape, dtype=self._dtype, device="meta"), bias, parts, precise))
+        return self._ops.prepare(Linear(torch.empty(shape, dtype=self._dtype, device="meta"), bias, parts))
 
     def prepare(self, linear: Linear) -> Linear:
         return self._ops.prepare(linear)
@@ -131,4 +129,4 @@ def load_embedding(config: ModelConfig, weights: Weights) -> tuple[Tensor | Line
     if config.tied_embeddings:
         head = table if isinstance(table, Linear) else weights.prepare(Linear(table))
         return head, head
-    return table, weights.linear(("lm_head",), shape[:1], shape[1], bias=False, precise=True)
+    return table, weights.linear(("lm_head",), shape[:1], shape[1], bias=False)

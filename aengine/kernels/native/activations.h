@@ -115,11 +115,15 @@ AE_INLINE float greatest(vi magnitude)
     return top;
 }
 
-/* Codes of 32 values: they times `inverse`, to the nearest even integer by adding 1.5 * 2^23; 0 unless `finite`. */
+/* The nearest integers, even ones in the middle, by adding 1.5 * 2^23. */
+AE_INLINE vf nearest(vf v) { return (v + vf_set1(12582912.0f)) - vf_set1(12582912.0f); }
+
+AE_INLINE vi as_integers(vf v) { return (vi)(v + vf_set1(12582912.0f)) - (vi)vf_set1(12582912.0f); }
+
+/* Codes of 32 values: they times `inverse`; 0 unless `finite`. */
 AE_INLINE void round_unit(const vf *v, float inverse, int finite, vi *q)
 {
-    const vf magic = vf_set1(12582912.0f);
-    for (int i = 0; i < AE_UNIT_VECTORS; i++) q[i] = (vi)(v[i] * vf_set1(inverse) + magic) - (vi)magic;
+    for (int i = 0; i < AE_UNIT_VECTORS; i++) q[i] = as_integers(v[i] * vf_set1(inverse));
     for (int i = 0; i < AE_UNIT_VECTORS && !finite; i++) q[i] = (vi)vf_set1(0.0f);
 }
 
@@ -138,28 +142,60 @@ AE_INLINE void quantise_wide(const void *x, const int bf16, int64_t n, ae_x_unit
     }
 }
 
-/* A row of int8 codes; its factor, NaN where a value is not finite. A unit's scale is the least multiple of the factor
- * by which its greatest magnitude comes out as AE_MOST at most. */
-AE_INLINE float quantise_narrow(const void *x, const int bf16, int64_t n, ae_x_unit *to)
+/* Of a unit, what rounding 32 values times `inverse` to integers left over, in 256ths; its sums count that in. */
+AE_INLINE void second_codes(const vf *v, float inverse, ae_x_unit *to, int64_t unit, int64_t row,
+                            ae_x_unit *second)
+{
+    const vf most = vf_set1(AE_MOST);
+    vi q[AE_UNIT_VECTORS];
+    for (int i = 0; i < AE_UNIT_VECTORS; i++) {
+        const vf exact = v[i] * vf_set1(inverse);
+        q[i] = as_integers(vf_max(vf_min((exact - nearest(exact)) * vf_set1(256.0f), most), -most));
+    }
+    narrow_unit(q, to->scale, to->pair, second, NULL);
+    for (int i = 0; i < 3; i++) to->sums[i] += second->sums[i] * 0x1p-8f;
+    second->offsets[0] = (int32_t)unit;
+    second->offsets[1] = (int32_t)row;
+}
+
+/* Row `row`, of int8 codes; its factor, NaN where a value is not finite. A unit's scale is the least multiple of the factor
+ * by which its greatest magnitude comes out as AE_MOST at most. Those whose scale stands out get second codes, which
+ * stand one after another; *seconds: how many. */
+AE_INLINE float quantise_narrow(const void *x, const int bf16, int64_t n, int64_t row, ae_x_unit *to,
+                                ae_x_unit *second, int64_t *seconds)
 {
     const float most = AE_MOST * AE_MOST_SCALE;
+    const int64_t units = code_units(n);
     vf v[AE_UNIT_VECTORS];
-    vi q[AE_UNIT_VECTORS], magnitude = (vi)vf_set1(0.0f);
-    for (int64_t k = 0; k < n; k += AE_UNIT) {
-        load_unit(x, bf16, n, k, v);
-        magnitude = greater(magnitude, v);
+    vi q[AE_UNIT_VECTORS];
+    float top = 0.0f;
+    int finite = 1;
+    for (int64_t u = 0; u < units; u++) {
+        load_unit(x, bf16, n, u * AE_UNIT, v);
+        const float own = greatest(greater((vi)vf_set1(0.0f), v));
+        to[u].scale = own;
+        finite &= own < __builtin_inff();
+        top = own > top ? own : top;
     }
-    const float top = greatest(magnitude);
-    const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-100f; /* most / top, top / most: normal */
+    const int fits = finite && top >= 0x1p-100f; /* most / top, top / most: normal */
     const float inverse = fits ? most / top : 0.0f, scales = fits ? AE_MOST_SCALE / top : 0.0f;
-    for (int64_t k = 0; k < n; k += AE_UNIT, to++) {
-        load_unit(x, bf16, n, k, v);
-        const float exact = finite ? greatest(greater((vi)vf_set1(0.0f), v)) * scales : 0.0f;
+    int64_t total = 0, out = 0;
+    for (int64_t u = 0; u < units; u++) {
+        const float exact = finite ? to[u].scale * scales : 0.0f;
         const int32_t below = (int32_t)exact, above = below + ((float)below < exact);
         const int32_t scale = above < AE_MOST_SCALE ? above : AE_MOST_SCALE;
-        round_unit(v, scale ? inverse / (float)scale : 0.0f, finite, q);
-        narrow_unit(q, (float)scale, (uint32_t)scale * 0x10001u, to, NULL);
+        to[u].scale = (float)scale;
+        total += scale;
     }
+    for (int64_t u = 0; u < units; u++, to++) {
+        const int64_t scale = (int64_t)to->scale;
+        const float by = scale ? inverse / (float)scale : 0.0f;
+        load_unit(x, bf16, n, u * AE_UNIT, v);
+        round_unit(v, by, finite, q);
+        narrow_unit(q, (float)scale, (uint32_t)scale * 0x10001u, to, NULL);
+        if (scale * units > AE_OUT * total) second_codes(v, by, to, u, row, second + out++);
+    }
+    *seconds = out;
     return fits ? top / most : finite ? 0.0f : __builtin_nanf("");
 }
 

@@ -43,7 +43,6 @@ typedef struct {
     void *minimum; /* NULL: zero */
     int64_t bits, group, scale_dtype; /* 4 or 8; scale and minimum fp32 or fp16 */
     int64_t out_features;
-    int64_t precise; /* not 0: activations of 16 bits, as with codes of 8 bits always */
 } ae_segment;
 
 /* A weight of dtype AE_QUANTISED: its outputs are those of the segments, one after another. */

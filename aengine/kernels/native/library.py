@@ -21,7 +21,7 @@ ABI = 7
 # One entry per struct of api.h, in its order of members.
 LINEAR_ARGS = Struct("PqqPqPPqqqqq")
 PACK_ARGS = Struct("PqqPqq")
-SEGMENT = Struct("PPPqqqqq")
+SEGMENT = Struct("PPPqqqq")
 QUANTISED = Struct("qP")
 PACK_QUANTISED_ARGS = Struct("PPPPqq")
 UNPACK_ARGS = Struct("PqqPPP")

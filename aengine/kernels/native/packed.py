@@ -71,7 +71,7 @@ class Packer:
         address = 0 if bias is None else bias.data_ptr()
         packed = PackedLinear(block, dtype, in_features, out_features, bias, address, linear.order)
         weight = torch.empty(linear.weight.shape, dtype=linear.weight.dtype, device="meta")  # empty_like imports sympy
-        return Linear(weight, linear.bias, precise=linear.precise, packed=packed)
+        return Linear(weight, linear.bias, packed=packed)
 
     def _dense(self, weight: Tensor) -> tuple[Block, int]:
         if weight.dtype not in CODES:
@@ -89,7 +89,7 @@ class Packer:
         shapes = [part.shape for part in linear.parts]
         if sum(out for out, _ in shapes) != out_features or any(size != in_features for _, size in shapes):
             raise ValueError(f"parts of shapes {shapes} do not make up a weight of {out_features} x {in_features}")
-        segments = [_Segment.of(part, linear.precise) for part in linear.parts]
+        segments = [_Segment.of(part) for part in linear.parts]
         head = QUANTISED.size + len(segments) * SEGMENT.size
         sizes = [segment.array_bytes(self._context) for segment in segments]
         block = self._memory.take(_lines(head) + sum(_lines(size) for three in sizes for size in three))
@@ -115,10 +115,9 @@ class _Segment:
     minimum: Tensor | None
     group: int
     bits: int
-    precise: bool
 
     @staticmethod
-    def of(part: Quantised, precise: bool) -> _Segment:
+    def of(part: Quantised) -> _Segment:
         size_in, group, repeat = part.shape[1], part.group, 1
         if group == size_in:
             group = -(-size_in // _UNIT) * _UNIT
@@ -136,7 +135,7 @@ class _Segment:
         values = [value.contiguous() for value in values]
         codes = part.codes if part.codes.stride(1) == 1 else part.codes.contiguous()
         minimum = values[1] if len(values) == 2 else None
-        return _Segment(codes, values[0], minimum, group, part.bits, precise)
+        return _Segment(codes, values[0], minimum, group, part.bits)
 
     @property
     def scale_dtype(self) -> int:
@@ -150,7 +149,7 @@ class _Segment:
         return codes, scale, 0 if self.minimum is None else scale
 
     def record(self, arrays: Sequence[int]) -> bytes:
-        return SEGMENT.pack(*arrays, self.bits, self.group, self.scale_dtype, self.codes.shape[0], self.precise)
+        return SEGMENT.pack(*arrays, self.bits, self.group, self.scale_dtype, self.codes.shape[0])
 
     def pack_args(self, segment: int) -> bytes:
         minimum = 0 if self.minimum is None else self.minimum.data_ptr()

@@ -2,8 +2,8 @@
  * per row and 32 inputs, exact integer products.
  *
  * y[r, o] = factor of r * sum over units of scale_x * (scale_w * dot) + minimum_w * (scale_x * sum of x codes), units
- * rising, two fused multiply-adds each (a group of 16 inputs: per half unit). A lane is an output and owns this chain, so that no bit
- * depends on how many rows stand beside it or who computes it.
+ * rising, two fused multiply-adds each (a group of 16 inputs: per half unit), begun with the same sum of the row's second
+ * codes. A lane is an output and owns this chain, so that no bit depends on how many rows stand beside it or who computes it.
  *
  * Few rows: one tile passes over the packed codes as they stream in, and takes them apart itself. Many: a run of units of
  * a panel is taken apart into a scratch that stays in the first-level cache while the tiles of a block of rows read it,
@@ -23,7 +23,8 @@
 
 /* ---- activations ---- */
 
-/* A row of activations, in units: those of int8, the wide ones, the int16 codes of these; only what some segment reads. */
+/* A row of activations, in units: those of int8, the wide ones, the int16 codes of these; only what some segment reads.
+ * Second codes, which are few, have a place of their own. */
 typedef struct {
     int64_t units, wide, stride; /* units of a kind, where the wide begin, the next row */
     int has_narrow, has_wide;
@@ -42,7 +43,10 @@ static x_layout x_layout_of(const ae_quantised *w, int64_t in_features)
 typedef struct {
     const ae_linear_args *args;
     ae_x_unit *x;
-    float *factor; /* by row, of its int8 units */
+    float *factor;            /* by row, of its int8 units */
+    ae_x_unit *second;        /* second codes, [row][units] */
+    const ae_x_unit **listed; /* all there are, rows rising */
+    int64_t *ends;            /* by row, where they end in that list; while rows are rounded, how many there are */
     x_layout at;
 } quantise_job;
 
@@ -54,20 +58,52 @@ static void quantise_part(void *arg, int part, int parts)
         const char *from = (const char *)a->x + r * a->x_stride * ae_dtype_bytes(a->x_dtype);
         ae_x_unit *to = job->x + r * job->at.stride;
         const int64_t n = a->in_features, bf16 = a->x_dtype == AE_BF16;
-        if (job->at.has_narrow) job->factor[r] = bf16 ? quantise_narrow(from, 1, n, to) : quantise_narrow(from, 0, n, to);
+        const int64_t units = job->at.units;
+        ae_x_unit *second = job->second + r * units;
+        if (job->at.has_narrow)
+            job->factor[r] = bf16 ? quantise_narrow(from, 1, n, r, to, second, job->ends + r)
+                                  : quantise_narrow(from, 0, n, r, to, second, job->ends + r);
         if (!job->at.has_wide) continue;
         to += job->at.wide;
-        bf16 ? quantise_wide(from, 1, n, to, job->at.units) : quantise_wide(from, 0, n, to, job->at.units);
+        bf16 ? quantise_wide(from, 1, n, to, units) : quantise_wide(from, 0, n, to, units);
     }
+}
+
+static void list_seconds(const quantise_job *job)
+{
+    int64_t end = 0;
+    for (int64_t r = 0; r < job->args->rows; r++) {
+        const ae_x_unit *second = job->second + r * job->at.units;
+        for (int64_t i = job->ends[r]; i > 0; i--) job->listed[end++] = second++;
+        job->ends[r] = end;
+    }
+}
+
+/* Rounds all rows of x, in memory of the pool's. */
+static int quantise(ae_context *ctx, const ae_linear_args *a, quantise_job *job)
+{
+    job->args = a;
+    job->at = x_layout_of(a->weight, a->in_features);
+    const int64_t lines = a->rows * job->at.stride, second = job->at.has_narrow ? a->rows * job->at.units : 0;
+    const size_t bytes = (size_t)(lines + second) * sizeof *job->x + (size_t)second * sizeof *job->listed +
+                         (size_t)a->rows * (sizeof *job->ends + sizeof *job->factor);
+    job->x = ae_pool_scratch(ctx->pool, AE_SHARED_A, bytes);
+    if (!job->x) return AE_NO_MEMORY;
+    job->second = job->x + lines;
+    job->listed = (const ae_x_unit **)(job->second + second);
+    job->ends = (int64_t *)(job->listed + second);
+    job->factor = (float *)(job->ends + a->rows);
+    /* 32 K activations are about 5 us. */
+    ae_pool_run(ctx->pool, quantise_part, job, (int)ae_min(ae_parts(ctx, a->rows * a->in_features, 32768), a->rows));
+    if (job->at.has_narrow) list_seconds(job);
+    return AE_OK;
 }
 
 /* ---- the product ---- */
 
 typedef struct {
     const ae_linear_args *args;
-    const ae_x_unit *x;
-    const float *factor;
-    x_layout at;
+    quantise_job x;
     int64_t units, block_rows;
     int row_parts;
     char *scratch[AE_MAX_THREADS]; /* by thread: parts are more, and what one leaves in the cache serves the next */
@@ -112,7 +148,7 @@ static code_run run_at(const code_job *job, const ae_segment *s, int64_t panel, 
         .left = group_units - first % group_units,
         .codes16 = job->units,
         .f16 = s->scale_dtype == AE_F16,
-        .first = first == 0,
+        .first = first == 0 && is_wide(s),
         .streams = 1,
     };
 }
@@ -121,19 +157,6 @@ static const char *widen_scale(const char *from, int64_t count, char *to)
 {
     for (int64_t i = 0; i < count; i += AE_VL) vf_store((float *)to + i, vf_load_f16((const uint16_t *)from + i));
     return to;
-}
-
-/* The nibbles of a run as the vectors that its products take. */
-AE_INLINE void unfold(const code_run *b, const int form, vu_mem *to)
-{
-    for (int64_t u = 0; u < b->units; u++)
-        for (int j = 0; j < AE_STEPS; j++)
-            for (int odd = 0; odd <= AE_IS16(form); odd++, to += 2) {
-                vu w0, w1;
-                load_codes(b->codes + u * form_bytes(form), form, j, odd, &w0, &w1);
-                to[0] = w0;
-                to[1] = w1;
-            }
 }
 
 /* The same run, its codes taken apart and its scale as fp32, in scratch where they are not so already. */
@@ -146,10 +169,12 @@ static code_run taken_apart(const code_job *job, const code_run *b, const ae_seg
     vu_mem *to = (vu_mem *)scratch;
     out.streams = 0;
     out.codes = (const uint8_t *)scratch;
-    if (s->bits == 4 && is_wide(s))
-        unfold(b, AE_WIDE4, to);
-    else if (s->bits == 4)
-        unfold(b, AE_PACKED4, to);
+    for (int64_t i = 0; i < b->units * AE_STEPS && s->bits == 4; i++) {
+        vu w0, w1;
+        load_codes(b->codes, AE_PACKED4, (int)i, 0, &w0, &w1);
+        to[2 * i] = w0;
+        to[2 * i + 1] = w1;
+    }
     for (int64_t i = 0; i < b->units * AE_STEPS * 2 && s->bits == 8; i++) {
         const vu v = ((const vu_mem *)b->codes)[i];
         to[4 * (i / 2) + i % 2] = signed_codes(alternate(v, 0));
@@ -196,6 +221,15 @@ static void store_rows(const ae_linear_args *a, int64_t row, int64_t rows, int64
         bias ? store_whole(a, row, rows, out, 0, 1, factor, c) : store_whole(a, row, rows, out, 0, 0, factor, c);
 }
 
+/* c [rows][AE_PANEL] = the product of second codes of the rows [row, row + rows) with the panel that begins at b. */
+static void seconds_of(const code_job *job, const ae_segment *s, const code_run *b, int64_t row, int64_t rows, float *c)
+{
+    const ae_x_unit *const *list = job->x.listed;
+    const int64_t from = row ? job->x.ends[row - 1] : 0, to = job->x.ends[row + rows - 1];
+    memset(c, 0, (size_t)(rows * AE_PANEL) * sizeof *c);
+    second_products[s->group == 16](b, list + from, list + to, row, c);
+}
+
 /* One panel by the rows [row, row + rows). */
 static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, int64_t first_out, int64_t row,
                        int64_t rows, char *scratch)
@@ -203,7 +237,7 @@ static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, 
     const ae_linear_args *a = job->args;
     const int64_t width = ae_min(AE_PANEL, s->out_features - panel * AE_PANEL), out = first_out + panel * AE_PANEL;
     const int wide = is_wide(s), apart = rows > AE_QR;
-    const int form = wide ? (apart ? AE_APART16 : s->bits == 8 ? AE_WIDE8 : AE_WIDE4) : apart ? AE_BYTES4 : AE_PACKED4;
+    const int form = wide ? (apart ? AE_APART16 : AE_WIDE8) : apart ? AE_BYTES4 : AE_PACKED4;
     const int64_t longest = apart ? units_of_run(job->units, form) : job->units;
     const scratch_layout at = scratch_of(job->units, job->block_rows);
     float *sums = (float *)(scratch + at.codes + 2 * at.scale);
@@ -211,6 +245,7 @@ static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, 
         const int64_t units = ae_min(longest, job->units - u), bytes = units * AE_UNIT_BYTES(s->bits);
         code_run b = run_at(job, s, panel, u, units);
         const uint8_t *next = b.codes + bytes;
+        const code_run packed = b;
         if (apart) b = taken_apart(job, &b, s, scratch);
         int size = (int)(sizeof tile_rows / sizeof *tile_rows) - 1;
         for (int64_t done = 0, mr; done < rows; done += mr) {
@@ -219,10 +254,11 @@ static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, 
             for (int64_t i = 0; u == 0 && i < mr; i++)
                 __builtin_prefetch((char *)a->y + output_at(a, row + done + i, out), 1, 2);
             if (apart) fetch(next, bytes * done / rows, bytes * (done + mr) / rows);
-            const ae_x_unit *x = job->x + (row + done) * job->at.stride + (wide ? job->at.wide : 0) + u;
+            const ae_x_unit *x = job->x.x + (row + done) * job->x.at.stride + (wide ? job->x.at.wide : 0) + u;
             float *c = sums + (longest < job->units ? done * AE_PANEL : 0);
-            code_tiles[size][form][s->group == 16](&b, x, job->at.stride, c);
-            const float *factor = wide ? NULL : job->factor + row + done;
+            if (u == 0 && !wide) seconds_of(job, s, &packed, row + done, mr, c);
+            code_tiles[size][form][s->group == 16](&b, x, job->x.at.stride, c);
+            const float *factor = wide ? NULL : job->x.factor + row + done;
             if (u + units == job->units) store_rows(a, row + done, mr, out, width, factor, c);
         }
     }
@@ -261,15 +297,9 @@ static void code_part(void *arg, int part, int parts)
 int AE_FN(linear_quantised)(ae_context *ctx, const ae_linear_args *a)
 {
     if (a->rows == 0) return AE_OK;
-    const x_layout at = x_layout_of(a->weight, a->in_features);
-    const int64_t units = at.units, row_bytes = at.stride * (int64_t)sizeof(ae_x_unit);
-    quantise_job first = {.args = a, .at = at};
-    first.x = ae_pool_scratch(ctx->pool, AE_SHARED_A, (size_t)(a->rows * (row_bytes + (int64_t)sizeof *first.factor)));
-    if (!first.x) return AE_NO_MEMORY;
-    first.factor = (float *)((char *)first.x + a->rows * row_bytes);
-    /* 32 K activations are about 5 us. */
-    ae_pool_run(ctx->pool, quantise_part, &first, (int)ae_min(ae_parts(ctx, a->rows * a->in_features, 32768), a->rows));
-    code_job job = {.args = a, .x = first.x, .factor = first.factor, .at = at, .units = units};
+    code_job job = {.args = a};
+    if (quantise(ctx, a, &job.x) != AE_OK) return AE_NO_MEMORY;
+    const int64_t units = job.units = job.x.at.units, row_bytes = job.x.at.stride * (int64_t)sizeof(ae_x_unit);
     job.block_rows = ae_max(AE_QR, AE_BLOCK_BYTES / row_bytes / AE_QR * AE_QR);
     job.block_rows = ae_min(job.block_rows, ae_round_up(a->rows, AE_QR));
     /* 64 K weights are about 2 us of reading: less is not worth waking another thread for. 1 M products are about 15 us. */

@@ -1,9 +1,12 @@
 /* Integer weights in panels, activations in units of 32, and the integer product of the two.
  *
- * A unit of activations is 32 of a row, rounded with one scale to int8, or to int16 for wide segments: those of codes of
- * 8 bits and those marked precise. Scales of int8 units are whole multiples, 0 .. 32,767, of a factor of their row: the
- * instruction that adds up 16-bit sums multiplies by them on the way, and the factor meets each output once. All of a
- * unit is one cache line; int16 codes are another. A panel of codes
+ * A unit of activations is 32 of a row, rounded with one scale: to int16 for codes of 8 bits, to int8 for those of 4.
+ * Scales of int8 units are whole multiples, 0 .. 32,767, of a factor of their row: the
+ * instruction that adds up 16-bit sums multiplies by them on the way, and the factor meets each output once. Errors of
+ * int8 grow with a unit's scale, and a few units of a row hold what is far larger than the rest: those whose scale stands
+ * out get a second int8 code for each input, of what the first left over, in 256ths of its step. The products of those
+ * are a sparse matter of each row's own.
+ * All of a unit is one cache line; second codes, and int16 codes, are another. A panel of codes
  * holds, per unit, 8 steps of 4 inputs of 2 VL outputs; a vector is VL outputs x 4 inputs as bytes.
  * Codes of 4 bits: one vector a step, low nibbles for the first VL outputs of the panel, high nibbles for the other VL.
  * Codes of 8 bits: two vectors a step, stored with 128 added; 128 times the sum of the activations is taken off.
@@ -22,12 +25,15 @@
 
 enum { AE_UNIT = 32, AE_STEPS = 8, AE_OFFSET = 128, AE_MOST = 127, AE_MOST_SCALE = 32767 };
 
+/* A unit has second codes if its scale is more than AE_OUT times the mean of its row: 3 % of those of SmolLM2's prose. */
+enum { AE_OUT = 3 };
+
 /* [0]: of all 32 inputs; [1], [2]: of the first and the last 16. */
 typedef struct {
     int8_t code[AE_UNIT]; /* of a wide unit none: its int16 codes stand apart */
-    float scale;        /* of an int8 unit in factors of its row */
-    float sums[3];      /* scale * sum of codes */
-    int32_t offsets[3]; /* -AE_OFFSET * sum of codes */
+    float scale;        /* of int8 codes in factors of their row; of second ones in those factors' 256ths */
+    float sums[3];      /* scale * sum of codes, second ones included */
+    int32_t offsets[3]; /* -AE_OFFSET * sum of codes; of second codes: their unit, their row */
     uint32_t pair;      /* the scale of an int8 unit as an integer, twice: in both halves */
 } ae_x_unit;
 
@@ -112,7 +118,7 @@ AE_INLINE void add_step(const int codes16, vi *sum0, vi *sum1, vu w0, vu w1, vu 
 #define AE_PANEL (2 * AE_VL)
 #define AE_UNIT_BYTES(bits) ((bits) * AE_STEPS * AE_VL)
 
-AE_INLINE int is_wide(const ae_segment *s) { return s->bits == 8 || s->precise; }
+AE_INLINE int is_wide(const ae_segment *s) { return s->bits == 8; }
 AE_INLINE int64_t code_units(int64_t in_features) { return (in_features + AE_UNIT - 1) / AE_UNIT; }
 AE_INLINE int64_t code_groups(int64_t in_features, int64_t group)
 {

@@ -40,14 +40,14 @@ typedef struct {
     int streams; /* the codes come from memory: ask for them ahead */
 } code_run;
 
-/* How codes are stored and multiplied. By int8: packed nibbles, or those taken apart to bytes. By int16: packed nibbles or
- * bytes, or either taken apart to signed 16-bit integers. */
-enum { AE_PACKED4, AE_BYTES4, AE_WIDE4, AE_WIDE8, AE_APART16, AE_FORMS };
-#define AE_IS16(form) ((form) >= AE_WIDE4)
+/* How codes are stored and multiplied. By int8: packed nibbles, or those taken apart to bytes. By int16: packed bytes, or
+ * those taken apart to signed 16-bit integers. */
+enum { AE_PACKED4, AE_BYTES4, AE_WIDE8, AE_APART16, AE_FORMS };
+#define AE_IS16(form) ((form) >= AE_WIDE8)
 
 AE_INLINE int64_t form_bytes(const int form) /* of a unit */
 {
-    return (form == AE_PACKED4 || form == AE_WIDE4 ? 1 : form == AE_APART16 ? 4 : 2) * AE_STEPS * 4 * AE_VL;
+    return (form == AE_PACKED4 ? 1 : form == AE_APART16 ? 4 : 2) * AE_STEPS * 4 * AE_VL;
 }
 
 AE_INLINE vu alternate(vu v, int odd) /* bytes 0 and 2 of each four as 16-bit integers, or 1 and 3 */
@@ -63,12 +63,6 @@ AE_INLINE void load_codes(const uint8_t *p, const int form, int step, int odd, v
     if (form == AE_PACKED4) {
         *w0 = v[step] & 0x0f0f0f0f;
         *w1 = (v[step] >> 4) & 0x0f0f0f0f;
-        return;
-    }
-    if (form == AE_WIDE4) {
-        const vu both = odd ? v[step] >> 8 : v[step];
-        *w0 = both & 0x000f000f;
-        *w1 = (both >> 4) & 0x000f000f;
         return;
     }
     const int at = form == AE_APART16 ? 2 * step + odd : step;
@@ -220,6 +214,51 @@ AE_INLINE void code_tile(const int mr, const int form, const int halves, const c
         for (int k = 0; k < 2; k++) vf_store(c + (i * 2 + k) * AE_VL, acc[i][k]);
 }
 
+/* c [row - first][outputs of the panel] += the product of second codes, of units and rows as they say, with a panel that
+ * begins at b. */
+AE_INLINE void add_second(const int halves, const code_run *b, const ae_x_unit *const *from, const ae_x_unit *const *to,
+                          int64_t first, float *c)
+{
+    const int64_t groups = halves ? 2 : 1, scale_bytes = AE_PANEL * (b->f16 ? 2 : 4);
+    for (; from < to; from++) {
+        const ae_x_unit *x = *from;
+        __builtin_prefetch(from[from + 1 < to]);
+        const uint8_t *codes = b->codes + x->offsets[0] * form_bytes(AE_PACKED4);
+        const char *scale = b->scale + x->offsets[0] / (int32_t)b->group_units * groups * scale_bytes;
+        const vu scale_x = unit_scale(AE_PACKED4, x);
+        float *at = c + (x->offsets[1] - first) * AE_PANEL;
+        vi sums[2];
+        AE_UNROLL
+        for (int h = 0; h < 2; h++) {
+            if (h == 0 || halves) sums[0] = sums[1] = (vi){0};
+            AE_UNROLL_STEPS
+            for (int j = 4 * h; j < 4 * h + 4; j++) {
+                vu w0, w1;
+                load_codes(codes, AE_PACKED4, j, 0, &w0, &w1);
+                add_step(0, &sums[0], &sums[1], w0, w1, four_codes(x->code + 4 * j));
+            }
+            if (h == 0 && !halves) continue;
+            for (int k = 0; k < 2; k++) {
+                const vf of_256 = load_scale(scale, k, b->f16) * vf_set1(0x1p-8f);
+                vf_store(at + k * AE_VL, add_scaled(AE_PACKED4, sums[k], scale_x, of_256, vf_load(at + k * AE_VL)));
+            }
+            scale += scale_bytes; /* of halves */
+        }
+    }
+}
+
+typedef void (*second_fn)(const code_run *b, const ae_x_unit *const *from, const ae_x_unit *const *to, int64_t first,
+                          float *c);
+#define SECOND(HALVES)                                                                                                \
+    static void second_##HALVES(const code_run *b, const ae_x_unit *const *from, const ae_x_unit *const *to,          \
+                                int64_t first, float *c)                                                              \
+    {                                                                                                                 \
+        add_second(HALVES, b, from, to, first, c);                                                                    \
+    }
+SECOND(0)
+SECOND(1)
+static const second_fn second_products[] = {second_0, second_1}; /* [groups of 16] */
+
 typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, float *c);
 #define CODE_TILE(FORM, HALVES, MR)                                                                                   \
     static __attribute__((noinline)) void tile_##FORM##_##HALVES##_##MR(const code_run *b, const ae_x_unit *x,        \
@@ -229,12 +268,12 @@ typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, 
     }
 #define CODE_TILES(MR)                                                                                                \
     CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_BYTES4, 0, MR) CODE_TILE(AE_BYTES4, 1, MR) \
-    CODE_TILE(AE_WIDE4, 0, MR) CODE_TILE(AE_WIDE4, 1, MR) CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR)       \
-    CODE_TILE(AE_APART16, 0, MR) CODE_TILE(AE_APART16, 1, MR)
+    CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR) CODE_TILE(AE_APART16, 0, MR) CODE_TILE(AE_APART16, 1, MR)
 AE_EACH_QR(CODE_TILES)
 #define TILE_ENTRIES(MR)                                                                                              \
-    {{tile_AE_PACKED4_0_##MR, tile_AE_PACKED4_1_##MR}, {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},                \
-     {tile_AE_WIDE4_0_##MR, tile_AE_WIDE4_1_##MR}, {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR},                      \
+    {{tile_AE_PACKED4_0_##MR, tile_AE_PACKED4_1_##MR},                                                                \
+     {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},                                                                  \
+     {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR},                                                                    \
      {tile_AE_APART16_0_##MR, tile_AE_APART16_1_##MR}},
 /* [as in tile_rows][form][groups of 16] */
 static const code_tile_fn code_tiles[][AE_FORMS][2] = {AE_EACH_QR(TILE_ENTRIES)};
