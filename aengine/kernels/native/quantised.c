@@ -101,18 +101,42 @@ static int quantise(ae_context *ctx, const ae_linear_args *a, quantise_job *job)
 
 /* ---- the product ---- */
 
-typedef struct {
-    const ae_linear_args *args;
-    quantise_job x;
-    int64_t units, block_rows;
-    int row_parts;
-    char *scratch[AE_MAX_THREADS]; /* by thread: parts are more, and what one leaves in the cache serves the next */
-} code_job;
-
 /* Scratch of a thread: a run's codes, scale and minimum taken apart, the sums of a block of rows. */
 typedef struct {
     size_t codes, scale, total;
 } scratch_layout;
+
+typedef struct {
+    const ae_linear_args *args;
+    quantise_job x;
+    int64_t units, block_rows;
+    int64_t run[AE_FORMS]; /* units that are taken apart at once */
+    int row_parts;
+    scratch_layout at;
+    char *scratch[AE_MAX_THREADS]; /* by thread: parts are more, and what one leaves in the cache serves the next */
+} code_job;
+
+/* What the panels of a segment have in common, for a block of rows. A division is as long as a unit's product. */
+typedef struct {
+    const ae_segment *of;
+    int64_t out;                 /* the first of its outputs */
+    int64_t groups, group_units; /* groups of an output; units that share one */
+    int form, wide, apart;
+} code_segment;
+
+static code_segment segment_of(const code_job *job, const ae_segment *s, int64_t out, int64_t rows)
+{
+    const int wide = is_wide(s), apart = rows > AE_QR;
+    return (code_segment){
+        .of = s,
+        .out = out,
+        .groups = code_groups(job->args->in_features, s->group),
+        .group_units = ae_max(1, s->group / AE_UNIT),
+        .form = wide ? (apart ? AE_APART16 : AE_WIDE8) : apart ? AE_BYTES4 : AE_PACKED4,
+        .wide = wide,
+        .apart = apart,
+    };
+}
 
 static int64_t run_units(int64_t units, int64_t bytes)
 {
@@ -126,29 +150,29 @@ static int64_t units_of_run(int64_t units, int form)
     return run_units(units, form_bytes(form) + scales + x);
 }
 
-static scratch_layout scratch_of(int64_t units, int64_t rows)
+static scratch_layout scratch_of(const code_job *job, int64_t rows)
 {
-    const int64_t longest = ae_max(units_of_run(units, AE_BYTES4), units_of_run(units, AE_APART16));
+    const int64_t longest = ae_max(job->run[AE_BYTES4], job->run[AE_APART16]);
     const size_t codes = (size_t)(longest * form_bytes(AE_APART16)), scale = (size_t)(2 * longest * AE_PANEL * 4);
     return (scratch_layout){codes, scale, codes + 2 * scale + (size_t)(rows * AE_PANEL * 4)};
 }
 
 /* Units [first, first + units) of a panel, as packed. */
-static code_run run_at(const code_job *job, const ae_segment *s, int64_t panel, int64_t first, int64_t units)
+static code_run run_at(const code_job *job, const code_segment *c, int64_t panel, int64_t first, int64_t units)
 {
-    const int64_t group_units = ae_max(1, s->group / AE_UNIT), groups = code_groups(job->args->in_features, s->group);
-    const int64_t group = s->group < AE_UNIT ? first * (AE_UNIT / s->group) : first / group_units;
-    const int64_t scales = (panel * groups + group) * AE_PANEL * ae_dtype_bytes(s->scale_dtype);
+    const ae_segment *s = c->of;
+    const int64_t whole = first ? first / c->group_units : 0, group = s->group < AE_UNIT ? first * (AE_UNIT / s->group) : whole;
+    const int64_t scales = (panel * c->groups + group) * AE_PANEL * ae_dtype_bytes(s->scale_dtype);
     return (code_run){
         .codes = (const uint8_t *)s->codes + (panel * job->units + first) * AE_UNIT_BYTES(s->bits),
         .scale = (const char *)s->scale + scales,
         .minimum = s->minimum ? (const char *)s->minimum + scales : NULL,
         .units = units,
-        .group_units = group_units,
-        .left = group_units - first % group_units,
+        .group_units = c->group_units,
+        .left = c->group_units - (first - whole * c->group_units),
         .codes16 = job->units,
         .f16 = s->scale_dtype == AE_F16,
-        .first = first == 0 && is_wide(s),
+        .first = first == 0 && c->wide,
         .streams = 1,
     };
 }
@@ -162,8 +186,9 @@ static const char *widen_scale(const char *from, int64_t count, char *to)
 /* The same run, its codes taken apart and its scale as fp32, in scratch where they are not so already. */
 static code_run taken_apart(const code_job *job, const code_run *b, const ae_segment *s, char *scratch)
 {
-    const scratch_layout at = scratch_of(job->units, job->block_rows);
+    const scratch_layout at = job->at;
     const int64_t groups = s->group < AE_UNIT ? b->units * (AE_UNIT / s->group)
+                           : b->group_units == 1 ? b->units
                                               : 1 + ae_max(0, ae_ceil_div(b->units - b->left, b->group_units));
     code_run out = *b;
     vu_mem *to = (vu_mem *)scratch;
@@ -231,34 +256,31 @@ static void seconds_of(const code_job *job, const ae_segment *s, const code_run 
 }
 
 /* One panel by the rows [row, row + rows). */
-static void panel_rows(const code_job *job, const ae_segment *s, int64_t panel, int64_t first_out, int64_t row,
-                       int64_t rows, char *scratch)
+static void panel_rows(const code_job *job, const code_segment *of, int64_t panel, int64_t row, int64_t rows, char *scratch)
 {
     const ae_linear_args *a = job->args;
-    const int64_t width = ae_min(AE_PANEL, s->out_features - panel * AE_PANEL), out = first_out + panel * AE_PANEL;
-    const int wide = is_wide(s), apart = rows > AE_QR;
-    const int form = wide ? (apart ? AE_APART16 : AE_WIDE8) : apart ? AE_BYTES4 : AE_PACKED4;
-    const int64_t longest = apart ? units_of_run(job->units, form) : job->units;
-    const scratch_layout at = scratch_of(job->units, job->block_rows);
-    float *sums = (float *)(scratch + at.codes + 2 * at.scale);
+    const ae_segment *s = of->of;
+    const int64_t width = ae_min(AE_PANEL, s->out_features - panel * AE_PANEL), out = of->out + panel * AE_PANEL;
+    const int64_t longest = of->apart ? job->run[of->form] : job->units;
+    float *sums = (float *)(scratch + job->at.codes + 2 * job->at.scale);
     for (int64_t u = 0; u < job->units; u += longest) {
         const int64_t units = ae_min(longest, job->units - u), bytes = units * AE_UNIT_BYTES(s->bits);
-        code_run b = run_at(job, s, panel, u, units);
-        const uint8_t *next = b.codes + bytes;
-        const code_run packed = b;
-        if (apart) b = taken_apart(job, &b, s, scratch);
+        const int64_t ahead = of->apart ? ae_ceil_div(bytes, rows) : 0; /* of the next run's codes, for each row */
+        const code_run packed = run_at(job, of, panel, u, units);
+        const code_run b = of->apart ? taken_apart(job, &packed, s, scratch) : packed;
+        const uint8_t *next = packed.codes + bytes;
         int size = (int)(sizeof tile_rows / sizeof *tile_rows) - 1;
         for (int64_t done = 0, mr; done < rows; done += mr) {
             while (tile_rows[size] > rows - done) size--;
             mr = tile_rows[size];
             for (int64_t i = 0; u == 0 && i < mr; i++)
                 __builtin_prefetch((char *)a->y + output_at(a, row + done + i, out), 1, 2);
-            if (apart) fetch(next, bytes * done / rows, bytes * (done + mr) / rows);
-            const ae_x_unit *x = job->x.x + (row + done) * job->x.at.stride + (wide ? job->x.at.wide : 0) + u;
+            fetch(next, ahead * done, ahead * (done + mr));
+            const ae_x_unit *x = job->x.x + (row + done) * job->x.at.stride + (of->wide ? job->x.at.wide : 0) + u;
             float *c = sums + (longest < job->units ? done * AE_PANEL : 0);
-            if (u == 0 && !wide) seconds_of(job, s, &packed, row + done, mr, c);
-            code_tiles[size][form][s->group == 16](&b, x, job->x.at.stride, c);
-            const float *factor = wide ? NULL : job->x.factor + row + done;
+            if (u == 0 && !of->wide) seconds_of(job, s, &packed, row + done, mr, c);
+            code_tiles[size][of->form][s->group == 16](&b, x, job->x.at.stride, c);
+            const float *factor = of->wide ? NULL : job->x.factor + row + done;
             if (u + units == job->units) store_rows(a, row + done, mr, out, width, factor, c);
         }
     }
@@ -277,7 +299,8 @@ static void panels_rows(const code_job *job, int part, int parts, int64_t row, i
         const int64_t panels = ae_ceil_div(s->out_features, AE_PANEL), weight = AE_UNIT_BYTES(s->bits);
         const int64_t p0 = ae_min(panels, ae_max(0, ae_ceil_div(low - before, weight)));
         const int64_t p1 = ae_min(panels, ae_max(0, ae_ceil_div(high - before, weight)));
-        for (int64_t p = p0; p < p1; p++) panel_rows(job, s, p, out, row, rows, scratch);
+        const code_segment of = segment_of(job, s, out, rows);
+        for (int64_t p = p0; p < p1; p++) panel_rows(job, &of, p, row, rows, scratch);
         before += panels * weight;
         out += s->out_features;
     }
@@ -302,13 +325,15 @@ int AE_FN(linear_quantised)(ae_context *ctx, const ae_linear_args *a)
     const int64_t units = job.units = job.x.at.units, row_bytes = job.x.at.stride * (int64_t)sizeof(ae_x_unit);
     job.block_rows = ae_max(AE_QR, AE_BLOCK_BYTES / row_bytes / AE_QR * AE_QR);
     job.block_rows = ae_min(job.block_rows, ae_round_up(a->rows, AE_QR));
+    for (int form = 0; form < AE_FORMS; form++) job.run[form] = units_of_run(units, form);
+    job.at = scratch_of(&job, job.block_rows);
     /* 64 K weights are about 2 us of reading: less is not worth waking another thread for. 1 M products are about 15 us. */
     const int64_t work = a->rows * a->out_features * a->in_features;
     const int threads = ae_parts(ctx, work, 65536);
     job.row_parts = (int)ae_max(1, ae_min(threads, a->rows / AE_ROWS_PER_THREAD));
     const int parts = ae_fine_parts(threads, work, 1 << 20) / job.row_parts * job.row_parts;
     for (int i = 0; i < ae_pool_threads(ctx->pool); i++) {
-        job.scratch[i] = ae_pool_scratch(ctx->pool, i, scratch_of(units, job.block_rows).total);
+        job.scratch[i] = ae_pool_scratch(ctx->pool, i, job.at.total);
         if (!job.scratch[i]) return AE_NO_MEMORY;
     }
     ae_pool_run(ctx->pool, code_part, &job, parts);
