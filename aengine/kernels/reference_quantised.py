@@ -79,9 +79,7 @@ def round_narrow(x: Tensor) -> Rounded:
     return Rounded(codes, second, scale, factor)
 
 
-def linear_quantised(
-    x: Tensor, parts: Sequence[Quantised], bias: Tensor | None = None
-) -> Tensor:
+def linear_quantised(x: Tensor, parts: Sequence[Quantised], bias: Tensor | None = None) -> Tensor:
     """x [T, in] by the weight that `parts` make up -> fp32 [T, out].
 
     Activations have 16 bits before codes of 8 bits, 8 bits elsewhere; of the latter, units whose scale stands out in

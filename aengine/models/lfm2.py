@@ -135,9 +135,7 @@ def _load_attention(config: ModelConfig, weights: Weights, index: int) -> Layer:
     mlp_norm, gate_up, down = _load_mlp(config, weights, at)
     return Layer(
         attention_norm=weights.norm(at + "operator_norm", hidden),
-        qkv=weights.linear(
-            (attn + "q_proj", attn + "k_proj", attn + "v_proj"), (q, kv, kv), hidden, bias=False
-        ),
+        qkv=weights.linear((attn + "q_proj", attn + "k_proj", attn + "v_proj"), (q, kv, kv), hidden, bias=False),
         q_norm=weights.norm(attn + "q_layernorm", config.head_dim),
         k_norm=weights.norm(attn + "k_layernorm", config.head_dim),
         output=weights.linear((attn + "out_proj",), (hidden,), q, bias=False),

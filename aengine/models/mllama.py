@@ -162,9 +162,7 @@ def _load_embedding(config: ModelConfig, vision: VisionConfig, weights: Weights)
     if config.tied_embeddings:
         embedding = weights.tensor(name, shape)
         return embedding, weights.prepare(Linear(embedding[: config.vocab_size]))
-    return weights.table(name, shape), weights.linear(
-        ("lm_head",), (config.vocab_size,), config.hidden, bias=False
-    )
+    return weights.table(name, shape), weights.linear(("lm_head",), (config.vocab_size,), config.hidden, bias=False)
 
 
 def _load_layer(config: ModelConfig, weights: Weights, index: int) -> Layer | CrossLayer:

@@ -161,7 +161,8 @@ static scratch_layout scratch_of(const code_job *job, int64_t rows)
 static code_run run_at(const code_job *job, const code_segment *c, int64_t panel, int64_t first, int64_t units)
 {
     const ae_segment *s = c->of;
-    const int64_t whole = first ? first / c->group_units : 0, group = s->group < AE_UNIT ? first * (AE_UNIT / s->group) : whole;
+    const int64_t whole = first ? first / c->group_units : 0;
+    const int64_t group = s->group < AE_UNIT ? first * (AE_UNIT / s->group) : whole;
     const int64_t scales = (panel * c->groups + group) * AE_PANEL * ae_dtype_bytes(s->scale_dtype);
     return (code_run){
         .codes = (const uint8_t *)s->codes + (panel * job->units + first) * AE_UNIT_BYTES(s->bits),
@@ -256,7 +257,8 @@ static void seconds_of(const code_job *job, const ae_segment *s, const code_run 
 }
 
 /* One panel by the rows [row, row + rows). */
-static void panel_rows(const code_job *job, const code_segment *of, int64_t panel, int64_t row, int64_t rows, char *scratch)
+static void panel_rows(const code_job *job, const code_segment *of, int64_t panel, int64_t row, int64_t rows,
+                       char *scratch)
 {
     const ae_linear_args *a = job->args;
     const ae_segment *s = of->of;
