@@ -88,8 +88,9 @@ class GrammarMatcher:
             return NOTHING_FOLLOWS
         return f"{TOO_COMPLEX if _is_limit(said) else 'the grammar could not be followed'}: {_shown(said)}"
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> bool:
         self.matcher.consume_token(token)
+        return not self.matcher.is_stopped()  # also when it is at fault
 
     def forced(self) -> Sequence[int]:
         return self.matcher.compute_ff_tokens()
@@ -210,7 +211,7 @@ class Grammars:
         return await asyncio.get_running_loop().run_in_executor(self._mask_thread, self._fill, matchers)
 
     def _fill(self, matchers: Sequence[GrammarMatcher]) -> Int32s:
-        masks = np.zeros((len(matchers), -(-self._ready().vocab_size // 32)), np.int32)
+        masks = np.empty((len(matchers), -(-self._ready().vocab_size // 32)), np.int32)
         work = sorted(enumerate(matchers), key=lambda row: row[1].family)  # each thread begins with a part of this
         fill_next_token_bitmask_par(self._executor, [(one.matcher, row) for row, one in work], masks)
         return masks
