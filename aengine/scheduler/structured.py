@@ -70,6 +70,7 @@ def decide_rows(scheduler: Scheduler, plan: StepPlan) -> MaskedRows:
     c, by_slot = scheduler.columns, scheduler.by_slot
     rows: list[int] = []
     matchers: list[Matcher] = []
+    taking: list[tuple[int, Tokens[int]]] = []
     slots = plan.slots[plan.deferred]
     heard = (c.handle[slots] == plan.handles[plan.deferred]) & ~c.mute[slots]
     for row, slot in zip(plan.deferred[heard].tolist(), slots[heard].tolist(), strict=True):
@@ -77,44 +78,57 @@ def decide_rows(scheduler: Scheduler, plan: StepPlan) -> MaskedRows:
         assert sequence is not None
         matcher = sequence.matcher
         assert matcher is not None
-        if not (sequence.takes_over and _jump(scheduler, plan.step, sequence, matcher)):
+        if sequence.takes_over and (forced := _forced(scheduler, sequence, matcher)):
+            taking.append((slot, forced))
+        else:
             rows.append(row)
             matchers.append(matcher)
+    if taking:
+        _take_over(scheduler, plan.step, taking)
     return MaskedRows(plan.step, np.array(rows, np.int64), matchers)
 
 
-def _jump(scheduler: Scheduler, step: int, sequence: Sequence, matcher: Matcher) -> bool:
-    """Take over the tokens that must come next; False when there are too few."""
+def _forced(scheduler: Scheduler, sequence: Sequence, matcher: Matcher) -> Tokens[int]:
+    """Tokens to take over, as far as the row's limit and its stop tokens let them come: those that must come next; none
+    where there are too few."""
     forced = matcher.forced()
     if len(forced) < WORTH_TAKING:
-        return False
+        return ()
     c, slot = scheduler.columns, sequence.slot
-    known = c.known.item(slot)
-    forced = _before_stop(sequence, forced[: c.limit.item(slot) - known])
-    if len(forced) < WORTH_TAKING:
-        return False
-    ending: list[Ending] = []
-    for taken, token in enumerate(forced, start=1):
-        if not matcher.accept(token):
-            ending = _ending(sequence, matcher)
-            forced = forced[:taken]
-            break
-    tokens = np.array(forced, np.int32)
-    c.tokens[slot, known : known + len(tokens)] = tokens
-    c.known[slot] = c.expected[slot] = known + len(tokens)
-    c.disturb()  # the row may have more than one token to compute now
-    c.settled[slot] = step
-    scheduler.outputs.sampled(np.full(len(tokens), c.handle[slot]), tokens)
-    scheduler.forced_tokens += len(tokens)
-    if not ending and c.known[slot] >= c.limit[slot]:
-        ending = [(sequence, FinishReason.LENGTH, None, None)]
-    for ended, reason, stop_id, error in ending:
-        scheduler.finish(ended, reason, stop_id=stop_id, error=error)
-    return True
-
-
-def _before_stop(sequence: Sequence, forced: Tokens[int]) -> Tokens[int]:
-    """The tokens before a stop token: that one is sampled, so that it ends the request, or is refused below min_tokens,
-    as any other."""
     stops = sequence.request.rules.stop_ids
-    return forced[: next((i for i, token in enumerate(forced) if token in stops), len(forced))]
+    forced = forced[: c.limit.item(slot) - c.known.item(slot)]
+    # The tokens before a stop token: that one is sampled, so that it ends the request, or is refused below min_tokens.
+    forced = forced[: next((i for i, token in enumerate(forced) if token in stops), len(forced))]
+    return forced if len(forced) >= WORTH_TAKING else ()
+
+
+def _take_over(scheduler: Scheduler, step: int, taking: list[tuple[int, Tokens[int]]]) -> None:
+    """Forced tokens by slot, as if they had been sampled."""
+    c, out = scheduler.columns, scheduler.outputs
+    endings: list[Ending] = []
+    told: list[int] = []
+    slots: list[int] = []
+    for slot, forced in taking:
+        sequence = scheduler.at(slot)
+        matcher = sequence.matcher
+        assert matcher is not None
+        known = c.known.item(slot)
+        limit = known + len(forced) == c.limit.item(slot)
+        for number, token in enumerate(forced, start=1):
+            told.append(token)
+            slots.append(slot)
+            if not matcher.accept(token):
+                endings += _ending(sequence, matcher)
+                limit = False
+                forced = forced[:number]
+                break
+        if limit:
+            endings.append((sequence, FinishReason.LENGTH, None, None))
+        c.tokens[slot, known : known + len(forced)] = forced
+        c.known[slot] = c.expected[slot] = known + len(forced)
+        c.settled[slot] = step
+    c.disturb()  # these rows have more than one token to compute now
+    out.sampled(c.handle[slots], np.array(told, np.int32))
+    scheduler.forced_tokens += len(told)
+    for sequence, reason, stop_id, error in endings:
+        scheduler.finish(sequence, reason, stop_id=stop_id, error=error)
