@@ -34,9 +34,9 @@ def collect_seldom() -> None:
 
 
 def take_short_turns() -> float:
-    """A thread that computes gives the interpreter to one that waits for it after TURN_S, where Python has 5 ms: masks and
-    results pass between threads several times a step, and where rows are many the loop's thread always computes. Returns
-    the interval until now."""
+    """A thread that computes gives the interpreter to one that waits for it after TURN_S, where Python has 5 ms. Masks
+    and results pass between threads several times a step, and where rows are many the loop's thread always computes.
+    Returns the interval until now."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(min(before_s, TURN_S))
     return before_s
