@@ -8,6 +8,7 @@ import pytest
 
 from aengine.engine.grammars import MASK_THREADS, Grammars
 from aengine.engine.schema_check import MAX_OPTIONAL, checked_lark, checked_schema
+from aengine.engine.short_texts import ShortTexts
 from aengine.engine.vocabulary import read_vocabulary
 from aengine.errors import GrammarTooComplex, InvalidGrammar
 from aengine.types import Grammar
@@ -17,7 +18,10 @@ from tests.engine.test_vocabulary import Tokenizer
 @pytest.fixture(scope="module")
 def grammars():
     tokenizer = Tokenizer()
-    made = Grammars(partial(read_vocabulary, tokenizer, tokenizer.vocab_size))
+    made = Grammars(
+        partial(read_vocabulary, tokenizer, tokenizer.vocab_size),
+        partial(ShortTexts, tokenizer, tokenizer.vocab_size),
+    )
     yield made
     made.close()
 
