@@ -95,7 +95,7 @@ class ShortTexts:
         for count in range(1, self.most + 1):
             bits[count, : len(lengths)] = (lengths > 0) & (lengths <= count)
         self._up_to: Int32s = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        self.vocabulary = LLTokenizer(cast(Any, small), eos_token=list(tokenizer.eos_ids) or None, slices=[TEXT])
+        self.vocabulary = LLTokenizer(cast(Any, small), eos_token=list(tokenizer.eos_ids) or None, slices=[])
         self.words = -(-len(small.tokens) // 32)
 
     def spelt(self, tokens: Sequence[int]) -> list[int]:
@@ -113,7 +113,7 @@ class ShortTexts:
         return ids
 
     def whole(self, masks: Int32s) -> tuple[Int64s, Int32s]:
-        """Masks int32 [n, words] of the small vocabulary -> (which are within a text, int64 [k]; theirs, int32 [k, W])."""
+        """Masks int32 [n, words] of the small vocabulary -> those within a text int64 [k], theirs int32 [k, W]."""
         told = masks[:, self._mask_words :]
         counts = np.unpackbits(told.view(np.uint8), axis=1).sum(axis=1, dtype=np.int64)
         within = counts.nonzero()[0]
