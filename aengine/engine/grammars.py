@@ -71,12 +71,15 @@ _ENDS = ("NoExtension", _STUCK, "EndOfSentence")
 
 class GrammarMatcher:
     """The `Matcher` of the scheduler on llguidance. `short`: the same grammar on the small vocabulary of ShortTexts,
-    where that can make masks; it is `behind` by these tokens."""
+    where that can make masks; it is `behind` by these tokens. After so many (`passed`) of them the output was, or was
+    not, `within` a short text."""
 
     def __init__(self, matcher: LLMatcher, short: LLMatcher | None, family: int = 0) -> None:
         self.matcher = matcher
         self.short = short
         self.behind: list[int] = []
+        self.passed = 0
+        self.within = False
         self.family = family
 
     def copy(self, family: int) -> GrammarMatcher:
@@ -102,7 +105,10 @@ class GrammarMatcher:
         return not self.matcher.is_stopped()  # also when it is at fault
 
     def forced(self) -> Sequence[int]:
-        return self.matcher.compute_ff_tokens()
+        tokens = self.matcher.compute_ff_tokens()
+        if tokens:  # within a text many may come
+            self.within, self.passed = False, len(self.behind)
+        return tokens
 
 
 class Grammars:
@@ -246,9 +252,10 @@ class Grammars:
         """Make the masks of those that are within short texts; returns the others."""
         asked: list[tuple[LLMatcher, int]] = []
         for row, one in work:
-            if one.short is not None:
+            if one.short is not None and (one.within or texts.may_begin(one.behind[one.passed :])):
                 one.short.consume_tokens(texts.spelt(one.behind))
                 one.behind.clear()
+                one.passed = 0
                 asked.append((one.short, row))
         if not asked:
             return work
@@ -257,7 +264,9 @@ class Grammars:
         rows, made = texts.whole(small)
         masks[rows] = made
         done = set(rows.tolist())
-        return [(row, one) for row, one in work if row not in done]
+        for row, one in work:
+            one.within = row in done
+        return [(row, one) for row, one in work if not one.within]
 
 
 def _digest(grammar: Grammar) -> bytes:

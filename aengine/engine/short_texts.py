@@ -90,6 +90,7 @@ class ShortTexts:
         small.tokens += [(_LETTER * count).encode() for count in range(1, self.most + 1)]
         self._small = small
         self._hidden = {int(token): whole.tokens[token] for token in np.flatnonzero(lengths)}
+        self._quotes = frozenset(token for token, text in enumerate(whole.tokens) if b'"' in text)
         self._spelt: dict[int, list[int]] = {}
         bits = np.zeros((self.most + 1, 32 * self._mask_words), np.uint8)
         for count in range(1, self.most + 1):
@@ -97,6 +98,10 @@ class ShortTexts:
         self._up_to: Int32s = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         self.vocabulary = LLTokenizer(cast(Any, small), eos_token=list(tokenizer.eos_ids) or None, slices=[])
         self.words = -(-len(small.tokens) // 32)
+
+    def may_begin(self, tokens: Sequence[int]) -> bool:
+        """Whether a text may begin in `tokens`."""
+        return not self._quotes.isdisjoint(tokens)
 
     def spelt(self, tokens: Sequence[int]) -> list[int]:
         """The same text in tokens of the small vocabulary."""
