@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from aengine.engine.schema_check import checked_lark, checked_schema
 from aengine.engine.schema_place import place_of
@@ -47,6 +47,7 @@ CACHED = 64
 COMPILE_THREADS = 2
 # Beside the thread that waits for them; 100 masks take about 2 ms on one, 12 ms where all are dear.
 MASK_THREADS = max(2, min(4, (os.cpu_count() or 1) // 4))
+FEW_MASKS = 12  # 7 took half the processor's time on one thread, and were there sooner
 FAMILIES_S = 0.1  # a grammar that takes long to compile gets no more families behind this
 Families = tuple["GrammarMatcher", ...]
 """The same grammar, compiled several times."""
@@ -243,8 +244,16 @@ class Grammars:
         if self._short_texts is not None:
             work = self._fill_short(self._short_texts, work, masks)
         if work:
-            fill_next_token_bitmask_par(self._executor, [(one.matcher, row) for row, one in work], masks)
+            self._make([(one.matcher, row) for row, one in work], masks)
         return masks
+
+    def _make(self, work: list[tuple[LLMatcher, int]], masks: Int32s) -> None:
+        """The mask of each matcher, at its row. To wake threads for a few costs more than they save."""
+        if len(work) > FEW_MASKS:
+            fill_next_token_bitmask_par(self._executor, work, masks)
+            return
+        for matcher, row in work:
+            fill_next_token_bitmask(matcher, masks, row)
 
     def _fill_short(
         self, texts: ShortTexts, work: list[tuple[int, GrammarMatcher]], masks: Int32s
@@ -260,7 +269,7 @@ class Grammars:
         if not asked:
             return work
         small = np.zeros((len(masks), texts.words), np.int32)
-        fill_next_token_bitmask_par(self._executor, asked, small)
+        self._make(asked, small)
         rows, made = texts.whole(small)
         masks[rows] = made
         done = set(rows.tolist())
