@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from aengine.engine.grammars import FEW_MASKS, FEW_MASKS, MASK_THREADS, Grammars
+from aengine.engine.grammars import FEW_MASKS, MASK_THREADS, Grammars
 from aengine.engine.schema_check import MAX_OPTIONAL, checked_lark, checked_schema
 from aengine.engine.short_texts import ShortTexts
 from aengine.engine.vocabulary import read_vocabulary
