@@ -20,6 +20,7 @@ from aengine.engine.images import Images
 from aengine.engine.lean_torch import import_left_out
 from aengine.engine.ledger import Ledger, Made, PhaseHook, ProgressHook, RunnerFactory
 from aengine.engine.page_groups import plan_pages
+from aengine.engine.short_texts import ShortTexts
 from aengine.engine.sizing import free_bytes, in_flight_tokens
 from aengine.engine.spans import RequestSpans, load_spans
 from aengine.engine.text import TextProcessor, read_template
@@ -102,7 +103,10 @@ def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook |
         image_token=None if made.vision is None else made.vision.image_token,
     )
     text = TextProcessor(tokenizer, max_context=made.context, chat_template=template)
-    grammars = Grammars(partial(read_vocabulary, tokenizer, made.vocab))
+    grammars = Grammars(
+        partial(read_vocabulary, tokenizer, made.vocab),
+        partial(ShortTexts, tokenizer, made.vocab),
+    )
     return Parts(model, text, images, metrics, grammars, scheduler, made.make_runner, ledger.report(), spans)
 
 

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from aengine.engine.schema_check import checked_lark, checked_schema
 from aengine.engine.schema_place import place_of
+from aengine.engine.short_texts import ShortTexts, has_short_texts
 from aengine.errors import (
     NOTHING_FOLLOWS,
     TOO_COMPLEX,
@@ -46,8 +47,9 @@ CACHED = 64
 COMPILE_THREADS = 2
 # Beside the thread that waits for them; 100 masks take about 2 ms on one, 12 ms where all are dear.
 MASK_THREADS = max(2, min(4, (os.cpu_count() or 1) // 4))
+FEW_MASKS = 12  # 7 took half the processor's time on one thread, and were there sooner
 FAMILIES_S = 0.1  # a grammar that takes long to compile gets no more families behind this
-Families = tuple[LLMatcher, ...]
+Families = tuple["GrammarMatcher", ...]
 """The same grammar, compiled several times."""
 # One mask: at most about 15 ms of lexing and 5 ms of parsing. A lexer state takes up to 2 kB. Accepting a token parses
 # on the loop: with ten times the items an ambiguous grammar took 90 ms of it for each of its tokens.
@@ -69,11 +71,20 @@ _ENDS = ("NoExtension", _STUCK, "EndOfSentence")
 
 
 class GrammarMatcher:
-    """The `Matcher` of the scheduler on llguidance."""
+    """The `Matcher` of the scheduler on llguidance. `short`: the same grammar on the small vocabulary of ShortTexts,
+    where that can make masks; it is `behind` by these tokens. After so many (`passed`) of them the output was, or was
+    not, `within` a short text."""
 
-    def __init__(self, matcher: LLMatcher, family: int = 0) -> None:
+    def __init__(self, matcher: LLMatcher, short: LLMatcher | None, family: int = 0) -> None:
         self.matcher = matcher
+        self.short = short
+        self.behind: list[int] = []
+        self.passed = 0
+        self.within = False
         self.family = family
+
+    def copy(self, family: int) -> GrammarMatcher:
+        return GrammarMatcher(self.matcher.deep_copy(), self.short and self.short.deep_copy(), family)
 
     @property
     def ended(self) -> bool:
@@ -88,19 +99,28 @@ class GrammarMatcher:
             return NOTHING_FOLLOWS
         return f"{TOO_COMPLEX if _is_limit(said) else 'the grammar could not be followed'}: {_shown(said)}"
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> bool:
         self.matcher.consume_token(token)
+        if self.short is not None:
+            self.behind.append(token)
+        return not self.matcher.is_stopped()  # also when it is at fault
 
     def forced(self) -> Sequence[int]:
-        return self.matcher.compute_ff_tokens()
+        tokens = self.matcher.compute_ff_tokens()
+        if tokens:  # within a text many may come
+            self.within, self.passed = False, len(self.behind)
+        return tokens
 
 
 class Grammars:
-    """`vocabulary` makes the model's vocabulary; it is called once, in a thread, when first needed."""
+    """`vocabulary` makes the model's vocabulary, `short_texts` the small one; each is called once, in a thread, when
+    first needed."""
 
-    def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
+    def __init__(self, vocabulary: Callable[[], LLTokenizer], short_texts: Callable[[], ShortTexts]) -> None:
         self._read_vocabulary = vocabulary
         self._vocabulary: LLTokenizer | None = None
+        self._read_short_texts = short_texts
+        self._short_texts: ShortTexts | None = None
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, Families] = OrderedDict()
         self._compiling: dict[bytes, asyncio.Future[Families]] = {}
@@ -156,19 +176,28 @@ class Grammars:
                     raise NotSupported(message[:300]) from error
             return self._vocabulary
 
+    def _short(self) -> ShortTexts:
+        with self._lock:
+            if self._short_texts is None:
+                self._short_texts = self._read_short_texts()
+            return self._short_texts
+
     def _compile(self, grammar: Grammar) -> Families:
-        source, began_s = _translated(grammar), time.monotonic()
-        families: list[LLMatcher] = []
+        source = _translated(grammar)
+        short_texts = self._short() if has_short_texts(grammar) else None
+        began_s = time.monotonic()
+        families: list[GrammarMatcher] = []
         while len(families) < MASK_THREADS and (not families or time.monotonic() - began_s < FAMILIES_S):
             matcher = self._matcher(source)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # the first one is the dearest
             if matcher.is_error():
                 raise self._refusal(grammar, matcher.get_error())
-            families.append(matcher)
+            short = None if short_texts is None else self._matcher(source, short_texts.vocabulary)
+            families.append(GrammarMatcher(matcher, short))
         return tuple(families)
 
-    def _matcher(self, source: str) -> LLMatcher:
+    def _matcher(self, source: str, vocabulary: LLTokenizer | None = None) -> LLMatcher:
         limits = LLParserLimits(
             step_lexer_fuel=_STEP_LEXER_FUEL,
             step_max_items=_STEP_MAX_ITEMS,
@@ -176,7 +205,7 @@ class Grammars:
             max_lexer_states=_MAX_LEXER_STATES,
             verbose_errors=False,
         )
-        return LLMatcher(self._ready(), source, log_level=0, limits=limits)
+        return LLMatcher(vocabulary or self._ready(), source, log_level=0, limits=limits)
 
     def _refusal(self, grammar: Grammar, message: str) -> InvalidRequest:
         if outside := _OUTSIDE.search(message):
@@ -203,17 +232,50 @@ class Grammars:
             raise InvalidRequest("the grammar was not prepared: await engine.prepare(sampling) first", param="grammar")
         turns = range(self._turn, self._turn + count)
         self._turn += count
-        return [GrammarMatcher(compiled[turn % len(compiled)].deep_copy(), turn % MASK_THREADS) for turn in turns]
+        return [compiled[turn % len(compiled)].copy(turn % MASK_THREADS) for turn in turns]
 
     async def make_masks(self, matchers: Sequence[Any]) -> Int32s:
         """int32 [n, W] as in `Choices`, of n GrammarMatchers."""
         return await asyncio.get_running_loop().run_in_executor(self._mask_thread, self._fill, matchers)
 
     def _fill(self, matchers: Sequence[GrammarMatcher]) -> Int32s:
-        masks = np.zeros((len(matchers), -(-self._ready().vocab_size // 32)), np.int32)
+        masks = np.empty((len(matchers), -(-self._ready().vocab_size // 32)), np.int32)
         work = sorted(enumerate(matchers), key=lambda row: row[1].family)  # each thread begins with a part of this
-        fill_next_token_bitmask_par(self._executor, [(one.matcher, row) for row, one in work], masks)
+        if self._short_texts is not None:
+            work = self._fill_short(self._short_texts, work, masks)
+        if work:
+            self._make([(one.matcher, row) for row, one in work], masks)
         return masks
+
+    def _make(self, work: list[tuple[LLMatcher, int]], masks: Int32s) -> None:
+        """The mask of each matcher, at its row. To wake threads for a few costs more than they save."""
+        if len(work) > FEW_MASKS:
+            fill_next_token_bitmask_par(self._executor, work, masks)
+            return
+        for matcher, row in work:
+            fill_next_token_bitmask(matcher, masks, row)
+
+    def _fill_short(
+        self, texts: ShortTexts, work: list[tuple[int, GrammarMatcher]], masks: Int32s
+    ) -> list[tuple[int, GrammarMatcher]]:
+        """Make the masks of those that are within short texts; returns the others."""
+        asked: list[tuple[LLMatcher, int]] = []
+        for row, one in work:
+            if one.short is not None and (one.within or texts.may_begin(one.behind[one.passed :])):
+                one.short.consume_tokens(texts.spelt(one.behind))
+                one.behind.clear()
+                one.passed = 0
+                asked.append((one.short, row))
+        if not asked:
+            return work
+        small = np.zeros((len(masks), texts.words), np.int32)
+        self._make(asked, small)
+        rows, made = texts.whole(small)
+        masks[rows] = made
+        done = set(rows.tolist())
+        for row, one in work:
+            one.within = row in done
+        return [(row, one) for row, one in work if not one.within]
 
 
 def _digest(grammar: Grammar) -> bytes:

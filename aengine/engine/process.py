@@ -1,6 +1,7 @@
 """What an engine asks of the system for its own process.
 
-Owns: giving memory back that the allocator holds; how often the garbage collector looks.
+Owns: giving memory back that the allocator holds; how often the garbage collector looks; how long a thread waits for
+the interpreter.
 Does not know: engines.
 Invariants: memory is given back where the C library has a call for it; the collector never stops looking.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 
 COLLECT_EVERY = (20_000, 10, 3)
+TURN_S = 0.0005
 
 
 def give_back_free_memory() -> None:
@@ -28,3 +31,12 @@ def collect_seldom() -> None:
     (700, 10, 10) their arrival is 164 collections, the older generations taking 12 ms on average and up to 130; with
     these it is 5. What cycles hold stays below some 600,000 objects."""
     gc.set_threshold(*COLLECT_EVERY)
+
+
+def take_short_turns() -> float:
+    """A thread that computes gives the interpreter to one that waits for it after TURN_S, where Python has 5 ms. Masks
+    and results pass between threads several times a step, and where rows are many the loop's thread always computes.
+    Returns the interval until now."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(before_s, TURN_S))
+    return before_s

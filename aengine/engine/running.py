@@ -1,7 +1,7 @@
 """What runs between an engine's start and its close.
 
 Owns: the core loop, whoever takes its outputs, and the watch, as supervised tasks; their end, in order; the collector's
-view of a loaded engine.
+view of a loaded engine, and the threads' turns beside it.
 Does not know: loading, prompts, the phases that an engine tells.
 Invariants: every task is awaited in `close`; when one dies, every open stream ends with EngineDead and `died` is told,
 once for each.
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -25,7 +26,7 @@ from aengine.engine.facts import EngineStats
 from aengine.engine.intake import Intake
 from aengine.engine.outlet import Outlet
 from aengine.engine.output import OutputTask
-from aengine.engine.process import collect_seldom
+from aengine.engine.process import collect_seldom, take_short_turns
 from aengine.engine.vitals import Vitals
 from aengine.errors import NotReady
 from aengine.timeline import Timeline
@@ -41,6 +42,7 @@ class Running:
     what went wrong, before the streams end."""
 
     _frozen: ClassVar[int] = 0  # engines of this process whose objects the garbage collector skips
+    _turn_s: ClassVar[float] = sys.getswitchinterval()  # as it was before the first of them
 
     def __init__(self, config: EngineConfig, parts: Parts, outlet: Outlet | None, died: Callable[[str], None]) -> None:
         self._parts = parts
@@ -77,6 +79,8 @@ class Running:
         else:  # in its own there is next to no garbage yet, and looking for it takes 0.1 s
             gc.collect()
         gc.freeze()
+        if not Running._frozen:
+            Running._turn_s = take_short_turns()
         Running._frozen += 1
         self.timeline.open()
 
@@ -118,3 +122,4 @@ class Running:
         Running._frozen -= 1
         if not Running._frozen:  # another engine of this process may still count on it
             gc.unfreeze()
+            sys.setswitchinterval(Running._turn_s)

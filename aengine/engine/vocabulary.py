@@ -22,11 +22,11 @@ _SPLIT = 4096  # texts whose tokens are kept
 _SPLIT_CHARS = 256  # longer ones are not: a forced text is mostly a key or a few signs
 # A mask is put together from sets made beforehand: one that a state allows as a whole is not looked at token by token.
 # The longer ones are the library's own; the shorter ones save half the work in texts that near their greatest length.
-_TEXT = r'[^"\\\x00-\x1F\x7F]'
-_SETS = (r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 15, 30)), f"{_TEXT}+")
+TEXT = r'[^"\\\x00-\x1F\x7F]'
+_SETS = (r"[\x20\x0A\x0D\x09]+", *(f"{TEXT}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 15, 30)), f"{TEXT}+")
 
 
-class _Vocabulary:
+class Vocabulary:
     """What LLTokenizer asks of a tokenizer."""
 
     is_tokenizer_wrapper = True
@@ -45,6 +45,12 @@ class _Vocabulary:
             self._ids.pop(plain[token], None)
             self.tokens[token] = _SPECIAL + plain[token]
 
+    def keep(self, ids: Sequence[int]) -> None:
+        """Of all tokens only these; texts are split into the longest of them."""
+        kept = set(ids)
+        self._ids = {text: token for text, token in self._ids.items() if token in kept}
+        self.tokens = [text if token in kept else b"" for token, text in enumerate(self.tokens)]
+
     def __call__(self, text: str | bytes) -> Sequence[int]:
         """Called again and again with the same texts: those that a grammar forces."""
         if isinstance(text, bytes):
@@ -54,9 +60,9 @@ class _Vocabulary:
     def _tokens(self, text: str) -> Sequence[int]:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         said = b"".join(self.tokens[token] for token in ids)
-        return ids if said == text.encode() else self._greedy(text.encode())
+        return ids if said == text.encode() else self.greedy(text.encode())
 
-    def _greedy(self, text: bytes) -> list[int]:
+    def greedy(self, text: bytes) -> list[int]:
         ids, at = [], 0
         while at < len(text):
             for end in range(min(len(text), at + self._longest), at, -1):
@@ -72,5 +78,5 @@ class _Vocabulary:
 
 def read_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
     """Blocks the interpreter: 0.4 s for 49,152 tokens, most of it inside one foreign call."""
-    vocabulary = _Vocabulary(tokenizer, max(vocab_size, tokenizer.vocab_size))
+    vocabulary = Vocabulary(tokenizer, max(vocab_size, tokenizer.vocab_size))
     return LLTokenizer(cast(Any, vocabulary), eos_token=list(tokenizer.eos_ids) or None, slices=list(_SETS))

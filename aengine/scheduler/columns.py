@@ -107,7 +107,7 @@ class Columns:
             scheduled = plan.starts + 1
             self.scheduled[slots] = scheduled
             self.expected[slots] = scheduled + 1
-            self.steady = SteadyRows(self, plan, self.stride) if self.even and not len(plan.deferred) else None
+            self.steady = SteadyRows(self, plan, self.stride) if self.even else None
             return
         self.disturb()
         self.scheduled[slots] = plan.starts + plan.counts

@@ -24,8 +24,9 @@ class Matcher(Protocol):
         """Why this matcher can go no further, and the output must fail."""
         ...
 
-    def accept(self, token: int) -> None:
-        """The next token of the output. One that the grammar does not allow is an `error`."""
+    def accept(self, token: int) -> bool:
+        """The next token of the output. One that the grammar does not allow is an `error`. Whether the output goes on:
+        it has not `ended`, and there is no `error`."""
         ...
 
     def forced(self) -> Sequence[int]:

@@ -125,6 +125,8 @@ def _commit_steady(scheduler: Scheduler, steady: SteadyRows, plan: StepPlan, res
     ended: list[Ending] = []
     for i in steady.append(plan, tokens).tolist():
         ended += _ending(scheduler, int(plan.slots[i]), int(tokens[i]))
+    if len(plan.deferred):
+        ended = _with_grammars(ended, advance(scheduler, plan.slots, tokens))
     lane = steady.lane(plan.step + 1)
     if lane is None or not lane.commit(scheduler):
         _publish_due(scheduler, plan.slots, plan.starts, plan.starts + 1)

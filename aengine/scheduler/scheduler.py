@@ -31,7 +31,7 @@ from aengine.scheduler.results import OutputBuilder, commit_rows
 from aengine.scheduler.sequence import Sequence, WaitingRoom
 from aengine.scheduler.speculation import DraftCounts, waits_for_drafts
 from aengine.scheduler.steady import SteadyRows, steady_step
-from aengine.scheduler.structured import broken_rows, decide_rows
+from aengine.scheduler.structured import MaskedRows, decide_rows
 from aengine.types import (
     FinishReason,
     Int32s,
@@ -104,6 +104,7 @@ class Scheduler:
         self._preemptions = 0
         self.drafts = DraftCounts()
         self.forced_tokens = 0
+        self._masked = MaskedRows()
         self.room_version = 0  # grows when pages or slots may have become free
         self.blocked = (-1, -1)  # (handle, _room_version) when the head of the queue did not fit
         self.tables: list[TableDelta] = []  # for the next plan: even a step that is not built may have changed tables
@@ -177,12 +178,13 @@ class Scheduler:
         """Deferred rows of the newest step that need a mask, and their matchers; tokens that must come are taken over.
         All earlier steps are committed, and no later one is planned before this."""
         assert len(self._in_flight) == 1, f"{len(self._in_flight)} steps are in flight"
-        return decide_rows(self, self._in_flight[0])
+        masked = self._masked = decide_rows(self, self._in_flight[0])
+        return masked.rows, masked.matchers
 
     def commit(self, result: StepResult) -> StepOutputs:
         """Account the oldest step in flight."""
         plan = self._oldest_in_flight(result.step)
-        if len(plan.deferred) and (broken := broken_rows(self, plan)):
+        if len(plan.deferred) and (broken := self._masked.broken(plan)):
             result = msgspec.structs.replace(result, failed={**broken, **result.failed})
         tainted = [handle for row in sorted(result.failed) for handle in self._retract_row(plan, row)]
         if result.failed:

@@ -30,11 +30,16 @@ class Sequence:
         "prompt_logprobs_done",
         "request",
         "slot",
+        "takes_over",
     )
 
     def __init__(self, request: Request, matcher: Matcher | None = None) -> None:
         self.request = request
         self.matcher = matcher  # has seen the output so far
+        sampling = request.sampling  # what it wants may need each token to be sampled, also those that are forced
+        self.takes_over = (
+            sampling.logprobs is None and not sampling.needs_history and sampling.allowed_token_ids is None
+        )
         self.key = (request.priority, request.handle)
         self.ids: Int32s = np.asarray(request.prompt_ids, np.int32)
         self.slot = -1

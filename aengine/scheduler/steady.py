@@ -1,7 +1,8 @@
 """Steady decode: the same rows, one token each, step after step.
 
 Owns: what such steps have in common, so that planning and accounting one costs few operations, none of them per row.
-Does not know: prompts, drafts, grammars, failures; the search for rows, which finds out that a step is the same again.
+Does not know: prompts, drafts, failures, what a grammar forces; the search for rows, which finds out that a step is the
+same again.
 Invariants: there is a `SteadyRows` only while every running row decodes in every step since `since`; whoever comes,
 goes or is paused ends it (`Columns.disturb`), and so does every step that is planned by looking. Plans and results are
 those that looking would give. What it keeps of the columns nobody else changes meanwhile.
@@ -70,6 +71,7 @@ class SteadyRows:
         self.committed = plan.step - 1
         self.step = plan.step + 1
         self.slots, self.handles, self.starts = plan.slots, plan.handles, plan.starts
+        self._deferred = plan.deferred
         self._columns = columns
         self._ones = columns.ones[:rows]
         self._capacity = columns.capacity[plan.slots]
@@ -138,6 +140,7 @@ class SteadyRows:
             media=tuple(media),
             moves=moves,
             decodes=len(ones),
+            deferred=self._deferred,
         )
 
     def append(self, plan: StepPlan, tokens: Int32s) -> Int64s:

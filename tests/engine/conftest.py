@@ -16,6 +16,7 @@ from aengine.engine.build import Parts
 from aengine.engine.facts import ModelInfo, StartupReport
 from aengine.engine.grammars import Grammars
 from aengine.engine.images import Images
+from aengine.engine.short_texts import ShortTexts
 from aengine.engine.text import TextProcessor
 from aengine.engine.vocabulary import read_vocabulary
 from aengine.memory import Pool, uniform_plan
@@ -139,7 +140,7 @@ class Sim:
         model = ModelInfo(("sim",), self.context, VOCAB, (EOS,), True, 0)
         text = TextProcessor(self.tokenizer, max_context=self.context)  # type: ignore[arg-type]
         on_phase("build", 0.0)
-        grammars = Grammars(partial(read_vocabulary, self.tokenizer, VOCAB))  # type: ignore[arg-type]
+        grammars = Grammars(partial(read_vocabulary, self.tokenizer, VOCAB), partial(ShortTexts, self.tokenizer, VOCAB))  # type: ignore[arg-type]
         metrics = Metrics(model_name="sim")
         return Parts(model, text, Images(None), metrics, grammars, scheduler, make_runner, StartupReport())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from typing import Any
 
@@ -137,12 +138,15 @@ async def test_close_while_loading_and_a_failed_start(sim: Sim, monkeypatch: pyt
 
 async def test_closing_one_engine_leaves_the_other_frozen(sim: Sim) -> None:
     one, two = engine(sim), engine(sim)
+    before_s = sys.getswitchinterval()
     await one.start()
     await two.start()
     await asyncio.gather(one.close(), one.close())
     assert gc.get_freeze_count() > 0
+    assert sys.getswitchinterval() <= 0.001
     await two.close()
     assert gc.get_freeze_count() == 0
+    assert sys.getswitchinterval() == before_s
 
 
 class Hopeless(SimExecutor):

@@ -6,8 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from aengine.engine.grammars import MASK_THREADS, Grammars
+from aengine.engine.grammars import FEW_MASKS, MASK_THREADS, Grammars
 from aengine.engine.schema_check import MAX_OPTIONAL, checked_lark, checked_schema
+from aengine.engine.short_texts import ShortTexts
 from aengine.engine.vocabulary import read_vocabulary
 from aengine.errors import GrammarTooComplex, InvalidGrammar
 from aengine.types import Grammar
@@ -17,7 +18,10 @@ from tests.engine.test_vocabulary import Tokenizer
 @pytest.fixture(scope="module")
 def grammars():
     tokenizer = Tokenizer()
-    made = Grammars(partial(read_vocabulary, tokenizer, tokenizer.vocab_size))
+    made = Grammars(
+        partial(read_vocabulary, tokenizer, tokenizer.vocab_size),
+        partial(ShortTexts, tokenizer, tokenizer.vocab_size),
+    )
     yield made
     made.close()
 
@@ -63,10 +67,11 @@ async def test_a_token_outside_the_vocabulary_is_named_with_the_vocabularys_size
 async def test_matchers_take_turns_among_the_families_and_their_masks_keep_their_rows(grammars):
     grammar = Grammar("regex", "[a-z]{1,9}!")
     await grammars.prepare(grammar)
-    matchers = grammars.matchers(grammar, 2 * MASK_THREADS)
-    assert sorted(one.family for one in matchers) == sorted([*range(MASK_THREADS)] * 2)
+    times = FEW_MASKS // MASK_THREADS + 1  # together in several threads, alone in one
+    matchers = grammars.matchers(grammar, times * MASK_THREADS)
+    assert sorted(one.family for one in matchers) == sorted([*range(MASK_THREADS)] * times)
     for number, matcher in enumerate(matchers):
-        for _ in range(number):
+        for _ in range(number % 10):
             matcher.accept(ord("a"))
     masks = await grammars.make_masks(matchers)
     for one, mask in zip(matchers, masks, strict=True):

@@ -34,10 +34,11 @@ class ToyMatcher:
     def ended(self) -> bool:
         return len(self._said) >= self._length or self._eos in self._said
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> bool:
         if token not in self.allowed():
             self.error = f"token {token} is not allowed after {self._said}"
         self._said.append(token)
+        return self.error is None and not self.ended
 
     def forced(self) -> list[int]:
         found: list[int] = []

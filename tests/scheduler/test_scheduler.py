@@ -325,6 +325,52 @@ def test_lanes_plan_publish_and_evict_as_looking_would(depth: int) -> None:
     assert twins[0].cache.pool.groups[0].evicted > 40
 
 
+class Now:
+    """A grammar that allows all, but forces now one token, now some, and ends."""
+
+    error = None
+
+    def __init__(self, seed: int) -> None:
+        self._said, self._ends = seed, seed + 60 + seed % 50
+
+    @property
+    def ended(self) -> bool:
+        return self._said >= self._ends
+
+    def accept(self, token: int) -> bool:
+        self._said += 1
+        return not self.ended
+
+    def forced(self) -> list[int]:
+        return [9] * {17: 1, 23: 3}.get(self._said % 40, 0)
+
+
+def test_steady_rows_under_grammars_plan_and_account_as_looking_would() -> None:
+    twins = [scheduler(pages=120, max_seqs=6) for _ in range(2)]
+    for handle in range(1, 7):
+        for made in twins:
+            made.submit(request(handle, 10 + handle, output=150), Now(2 * handle) if handle % 3 else None)
+    spared = lanes = 0
+    while twins[0].has_unfinished:
+        steady = twins[0].columns.steady
+        spared += steady is not None
+        lanes += steady is not None and steady.lane(steady.step) is not None
+        twins[1].columns.steady = None
+        plans = [made.plan() for made in twins]
+        assert_same(*plans)
+        while twins[0].in_flight > (plans[0] is not None):
+            told = [made.commit(result(made._in_flight[0], 5)) for made in twins]
+            assert_same(*told)
+            assert names_of(twins[0]) == names_of(twins[1])
+        if plans[0] is not None and len(plans[0].deferred):
+            rows = [made.decide()[0] for made in twins]
+            assert_same(*rows)
+    assert spared > 60
+    assert lanes > 3
+    # two times three in four rows, one of which ends with the first of three; one alone is sampled
+    assert {made.stats().forced_tokens for made in twins} == {22}
+
+
 def step_both(twins: list[Scheduler], depth: int, token: int, *, fails: bool) -> bool:
     """The same step of two schedulers, of which the second is made to look; whether the first need not."""
     spared = twins[0].columns.steady is not None
