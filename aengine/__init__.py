@@ -18,7 +18,6 @@ _PUBLIC = {
     "RequestStream": "aengine.engine.stream",
     "describe_kernels": "aengine.engine.build_cpu",
     "describe_pages": "aengine.engine.build",
-    "load_ahead": "aengine.engine.ahead",
     "EngineConfig": "aengine.config",
     "ModelConfigArgs": "aengine.config",
     "SchedulerConfig": "aengine.config",
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from aengine.config import ModelConfigArgs as ModelConfigArgs
     from aengine.config import SchedulerConfig as SchedulerConfig
     from aengine.config import ServerConfig as ServerConfig
-    from aengine.engine.ahead import load_ahead as load_ahead
     from aengine.engine.async_engine import AsyncEngine as AsyncEngine
     from aengine.engine.build import describe_pages as describe_pages
     from aengine.engine.build_cpu import describe_kernels as describe_kernels

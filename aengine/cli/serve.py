@@ -12,7 +12,7 @@ import gc
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from aengine import __version__, load_ahead
+from aengine import __version__
 from aengine.cli.options import Parser, add_settings, config_of, print_config
 from aengine.config import AengineConfig
 
@@ -36,7 +36,6 @@ def run(args: argparse.Namespace, serve: Serve | None = None) -> int:
     config = config_of(args)
     if args.print_config:
         return print_config(config)
-    load_ahead()
     gc.disable()  # nothing of what is imported is garbage; the engine turns it on again when it has loaded
     try:
         from aengine.cli.startup import Startup

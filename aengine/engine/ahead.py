@@ -1,9 +1,10 @@
-"""What an engine needs of the system before the interpreter can get to it.
+"""Torch's libraries, mapped without the interpreter.
 
-Owns: torch's libraries, mapped while the modules of a command are still being imported.
-Does not know: torch's modules, engines, configurations.
-Invariants: returns at once; the work is a thread's that does not hold the interpreter, and nobody waits for it. What
-cannot be had ahead is had later, by the import that needs it: nothing here fails.
+Owns: the thread that does it.
+Does not know: torch's modules, engines.
+Invariants: the interpreter is free meanwhile, but whoever loads a library of his own waits, and with the interpreter
+held: what runs beside it has its extension modules imported. Nothing here fails: what cannot be mapped is left to the
+import of torch, which then says why.
 """
 
 from __future__ import annotations
@@ -15,25 +16,32 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
-# In torch's own order. The second is nine tenths of its libraries' bytes, and 0.3 s of mapping, relocating and
-# registering operators; of the third, which knows the interpreter, nothing is gained.
+# In torch's own order. The second is nine tenths of its bytes, and 0.3 s of relocating and of registering operators.
+# What else torch loads knows the interpreter or takes a few milliseconds.
 _LIBRARIES = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_cpu.so", os.RTLD_NOW))
 
 
-def load_ahead() -> None:
-    """Call it where a process begins that will load an engine."""
+def map_torch() -> threading.Thread:
+    """-> the thread that maps them, started; it ends at once where there is nothing to do."""
+    thread = threading.Thread(target=_map, args=(_paths(),), name="aengine-libraries")
+    thread.start()
+    return thread
+
+
+def _paths() -> list[tuple[Path, int]]:
     if sys.platform != "linux" or "torch" in sys.modules:
-        return
+        return []
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return
-    libraries = [(Path(spec.origin).parent / "lib" / name, flags) for name, flags in _LIBRARIES]
-    threading.Thread(target=_map, args=(libraries,), name="aengine-ahead").start()
+        return []
+    return [(Path(spec.origin).parent / "lib" / name, flags) for name, flags in _LIBRARIES]
 
 
 def _map(libraries: list[tuple[Path, int]]) -> None:
-    """Up to the first that cannot be loaded. `ctypes.CDLL` would hold the interpreter meanwhile; a foreign call of the
-    loader does not."""
+    """Up to the first that cannot be had. `ctypes.CDLL` holds the interpreter while it loads; a foreign call of the
+    system's own function does not."""
+    if not libraries:
+        return
     load = ctypes.CDLL(None).dlopen
     load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
     for path, flags in libraries:

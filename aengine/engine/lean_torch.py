@@ -18,9 +18,11 @@ from types import ModuleType
 _LEFT_OUT = ("torch._meta_registrations", "torch.distributed._meta_registrations")
 
 
-def import_torch() -> None:
-    """`import torch` without the modules left out, unless it has been imported."""
-    if "torch" in sys.modules:
+def import_torch(*, lean: bool) -> None:
+    """`import torch`; `lean`: without the modules left out, unless it has been imported."""
+    if not lean or "torch" in sys.modules:
+        import torch
+
         return
     placeholders = {name: ModuleType(name) for name in _LEFT_OUT if name not in sys.modules}
     sys.modules.update(placeholders)

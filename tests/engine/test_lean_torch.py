@@ -9,7 +9,7 @@ PROGRAM = """
 import sys
 from aengine.engine import lean_torch
 
-lean_torch.import_torch()
+lean_torch.import_torch(lean=True)
 import torch
 
 left_out = ("torch._meta_registrations", "torch.distributed._meta_registrations", "torch._refs")
@@ -22,7 +22,7 @@ assert torch.cat([shape, shape]).view(3, 4)[1:].shape == (2, 4)
 lean_torch.import_left_out()
 assert torch._meta_registrations.__name__ == "torch._meta_registrations"
 assert len(vars(torch._meta_registrations)) > 100
-lean_torch.import_torch()
+lean_torch.import_torch(lean=True)
 print("done")
 """
 
@@ -36,7 +36,7 @@ LATER = (
 
 @pytest.mark.parametrize("statement", LATER)
 def test_any_other_part_of_torch_may_be_imported_later(statement):
-    program = f"from aengine.engine.lean_torch import import_torch; import_torch(); {statement}; print('done')"
+    program = f"from aengine.engine.lean_torch import import_torch; import_torch(lean=True); {statement}; print('done')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "done\n", done.stderr
 
