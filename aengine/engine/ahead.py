@@ -2,9 +2,9 @@
 
 Owns: the thread that does it.
 Does not know: torch's modules, engines.
-Invariants: the interpreter is free meanwhile, but whoever loads a library of his own waits, and with the interpreter
-held: what runs beside it has its extension modules imported. Nothing here fails: what cannot be mapped is left to the
-import of torch, which then says why.
+Invariants: the interpreter is free meanwhile, but whoever asks the system's loader for anything waits, and with the
+interpreter held: what is to run beside it has its extension modules imported before, and used once. Nothing here fails:
+what cannot be mapped is left to the import of torch, which then says why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ _LIBRARIES = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libto
 
 
 def map_torch() -> threading.Thread:
-    """-> the thread that maps them, started; it ends at once where there is nothing to do."""
+    """-> the thread that maps them, started. Called again while another one does, it ends with that one; where there is
+    nothing to do, at once."""
+    import llguidance  # noqa: F401
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    Tokenizer(BPE())  # the first one asks the loader for a source of random numbers
     thread = threading.Thread(target=_map, args=(_paths(),), name="aengine-libraries")
     thread.start()
     return thread
