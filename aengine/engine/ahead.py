@@ -13,6 +13,7 @@ import ctypes
 import os
 import sys
 import threading
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,10 +22,13 @@ from pathlib import Path
 _LIBRARIES = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_cpu.so", os.RTLD_NOW))
 
 
+@cache
 def map_torch() -> threading.Thread:
-    """-> the thread that maps them, started. Called again while another one does, it ends with that one; where there is
-    nothing to do, at once."""
+    """-> the thread that maps them, started: one in a process. Where there is nothing to do it ends at once."""
+    import mmap  # noqa: F401
+
     import llguidance  # noqa: F401
+    import markupsafe  # noqa: F401
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
 

@@ -29,8 +29,8 @@ from aengine.errors import ConfigError
 from aengine.memory import Pool
 from aengine.metrics import Metrics
 from aengine.models.chat import FALLBACK_STOPS
-from aengine.models.images import ImageProcessor
 from aengine.models.facts import hold_open
+from aengine.models.images import ImageProcessor
 from aengine.models.store import ModelFiles, present, resolve
 from aengine.models.tokenizer import Tokenizer, load_tokenizer
 from aengine.models.vision_config import VisionConfig
