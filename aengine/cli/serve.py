@@ -8,15 +8,18 @@ Invariants: the process ends with 0 only when it was asked to stop and drained.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aengine import __version__
 from aengine.cli.options import Parser, add_settings, config_of, print_config
-from aengine.cli.startup import Startup
 from aengine.config import AengineConfig
 
-Serve = Callable[[AengineConfig, Startup], Coroutine[Any, Any, None]]
+if TYPE_CHECKING:
+    from aengine.cli.startup import Startup
+
+Serve = Callable[[AengineConfig, "Startup"], Coroutine[Any, Any, None]]
 
 
 def parser() -> Parser:
@@ -33,11 +36,16 @@ def run(args: argparse.Namespace, serve: Serve | None = None) -> int:
     config = config_of(args)
     if args.print_config:
         return print_config(config)
-    from aengine.server.process import configure_logging, run_on_fast_loop
+    gc.disable()  # nothing of what is imported is garbage; the engine turns it on again when it has loaded
+    try:
+        from aengine.cli.startup import Startup
+        from aengine.server.process import configure_logging, run_on_fast_loop
 
-    configure_logging(config.server.log_level)
-    startup = Startup(config.engine.model.model, __version__)
-    run_on_fast_loop((serve or serve_engine)(config, startup))
+        configure_logging(config.server.log_level)
+        startup = Startup(config.engine.model.model, __version__)
+        run_on_fast_loop((serve or serve_engine)(config, startup))
+    finally:
+        gc.enable()
     return 0
 
 

@@ -9,6 +9,7 @@ thread.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Startup:
         self._lines = 0
         self._lock = threading.Lock()
         self._bar: Progress | None = None
-        self._bars: dict[str, TaskID] = {}
+        self._bars: dict[str, TaskID | None] = {}
 
     def listening(self, url: str) -> None:
         self._url = url
@@ -53,23 +54,18 @@ class Startup:
         with self._lock:
             if what not in self._bars:
                 self._begin(what, total)
-            if self._bar is not None:
-                self._bar.update(self._bars[what], completed=done, total=total or None)
+            if self._bar is not None and (task := self._bars[what]) is not None:
+                self._bar.update(task, completed=done, total=total or None)
 
     def _begin(self, what: str, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
         size = f" ({binary_size(total)})" if total > 100_000 else ""
-        console = Console(stderr=True)
-        if self._bar is None and console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console, transient=True)
+        if self._bar is None and sys.stderr.isatty():
+            self._bar = _bar()
             self._bar.start()
         if self._bar is not None:
             self._bars[what] = self._bar.add_task(what + size, total=total or None)
         else:
-            self._bars[what] = TaskID(0)
+            self._bars[what] = None
             log.info("%s%s ...", what, size)
 
     def ready(self, report: Report) -> None:
@@ -85,6 +81,14 @@ class Startup:
             self._lines += 1
             if self._lines <= MAX_LINES:
                 log.info(text, *values)
+
+
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def table(report: Report, total_s: float) -> str:

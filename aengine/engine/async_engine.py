@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from aengine.config import EngineConfig
+from aengine.engine.ahead import map_torch
 from aengine.engine.facts import EngineStats, Health, ModelInfo, StartupReport
 from aengine.engine.gather import Gathered
 from aengine.engine.images import take_images
@@ -45,7 +46,8 @@ class AsyncEngine:
     While it starts, and from a worker thread, `on_phase(name, seconds)` is called when a phase ends, and
     `on_progress(what, done, total)` while something long goes on (a download in bytes, weights in layers).
     `outlet` takes all outputs in place of the engine's own output task; prompts then come by `submit_rows`.
-    `own_process`: nothing else of this process uses torch, so that what only compilers need of it is not imported.
+    `own_process`: nothing else of this process uses torch, so that what only compilers need of it is not imported;
+    its libraries are mapped from here on.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class AsyncEngine:
         self.config = config or EngineConfig()
         self._outlet = outlet
         self._own_process = own_process
+        if own_process:
+            map_torch()
         self.phase = "created"
         self.report = StartupReport()
         self._on_phase = on_phase

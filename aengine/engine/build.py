@@ -1,8 +1,9 @@
 """Putting an engine together: the one place that knows every room.
 
-Owns: the start-up phases, the choice of device.
+Owns: the start-up phases, what of them runs beside what, the choice of device.
 Does not know: requests, how a device makes its parts (`build_cpu`, `build_cuda`, `build_sim`).
-Invariants: blocking code, called in a worker thread; nothing is downgraded without a line in the report.
+Invariants: blocking code, called in a worker thread; nothing is downgraded without a line in the report. Importing this
+module does not import torch: what needs none is done while torch's libraries are mapped.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from aengine.config import EngineConfig, SchedulerConfig, home, usable_home
-from aengine.engine.build_cpu import make_cpu
+from aengine.engine.ahead import map_torch
 from aengine.engine.facts import ModelInfo, StartupReport
 from aengine.engine.grammars import Grammars
 from aengine.engine.images import Images
-from aengine.engine.lean_torch import import_left_out
+from aengine.engine.lean_torch import import_left_out, import_torch
 from aengine.engine.ledger import Ledger, Made, PhaseHook, ProgressHook, RunnerFactory
 from aengine.engine.page_groups import plan_pages
 from aengine.engine.short_texts import ShortTexts
@@ -29,10 +30,10 @@ from aengine.errors import ConfigError
 from aengine.memory import Pool
 from aengine.metrics import Metrics
 from aengine.models.chat import FALLBACK_STOPS
+from aengine.models.facts import hold_open
 from aengine.models.images import ImageProcessor
-from aengine.models.loader import ModelFiles, hold_open, load_tokenizer, outline, weights_digest
-from aengine.models.store import present, resolve
-from aengine.models.tokenizer import Tokenizer
+from aengine.models.store import ModelFiles, present, resolve
+from aengine.models.tokenizer import Tokenizer, load_tokenizer
 from aengine.models.vision_config import VisionConfig
 from aengine.prefix_cache import PrefixCache
 from aengine.scheduler import ROWS_MAX, Drafter, PromptLookup, Scheduler
@@ -60,19 +61,29 @@ class Parts:
         self.grammars.close()
 
 
-def build(config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook | None = None) -> Parts:
-    """Load everything `config` names. Raises ModelNotFound, ModelLoadError or ConfigError."""
+def build(
+    config: EngineConfig, on_phase: PhaseHook, on_progress: ProgressHook | None = None, own_process: bool = False
+) -> Parts:
+    """Load everything `config` names; `own_process` as for `AsyncEngine`. Raises ModelNotFound, ModelLoadError or
+    ConfigError."""
     ledger = Ledger(on_phase, on_progress)
     endpoint = config.otlp_endpoint
     spans = load_spans(endpoint, config.model.model) if endpoint is not None else None  # or fail before seconds of work
     with ledger.phase("find model"):
         files = resolve(config.model.model, home=usable_home(), progress=on_progress)
     shared = hold_open(files)
-    with ThreadPoolExecutor(1, thread_name_prefix="aengine-tokenizer") as side:  # weights hardly hold the interpreter
+    mapping = map_torch()
+    # A tokenizer is read with the interpreter held, libraries are mapped without it, and weights hardly need it.
+    with ThreadPoolExecutor(1, thread_name_prefix="aengine-tokenizer") as side:
         reading = side.submit(_tokenizer, config, files, ledger)
+        with ledger.phase("import torch"):
+            mapping.join()
+            import_torch(lean=own_process)
         made = make_parts(config, files, ledger)
         tokenizer, template = reading.result()
     del shared
+    from aengine.models.loader import weights_digest
+
     images = _images(files, made.vision, ledger)
     metrics = Metrics(model_name=made.names[0])
     cache = PrefixCache(
@@ -129,8 +140,8 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         return make_sim(config, files, ledger)
     if config.device.compile:
         import_left_out()
-    with ledger.phase("import torch"):
-        import torch
+    import torch
+
     if device != "cpu" and torch.cuda.is_available():
         import_left_out()
         from aengine.engine.build_cuda import make_cuda
@@ -138,6 +149,8 @@ def make_parts(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         return make_cuda(config, files, ledger)
     if device == "cuda":
         raise ConfigError("device is cuda, but torch finds no CUDA device; device cpu needs none", param="device")
+    from aengine.engine.build_cpu import make_cpu
+
     return make_cpu(config, files, ledger)
 
 
@@ -172,6 +185,7 @@ def describe_pages(config: EngineConfig) -> tuple[str, ...]:
     if files is None:
         return ()
     from aengine.engine.weights import dtype_of
+    from aengine.models.loader import outline
 
     model = outline(files, dtype_of(config))
     pages, context = plan_pages(config, files, model, free_bytes())

@@ -14,7 +14,8 @@ from aengine.engine.ledger import Ledger, Made, served_names
 from aengine.engine.sizing import free_bytes, size_pool
 from aengine.errors import ConfigError
 from aengine.memory import Full, attention_group
-from aengine.models.loader import ModelFiles, load_config
+from aengine.models.facts import load_config
+from aengine.models.store import ModelFiles
 from aengine.runner.modelled import ModelledExecutor
 from aengine.runner.protocol import Runner
 from aengine.runner.sim import SimExecutor, SimGroup, SimProfile

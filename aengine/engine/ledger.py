@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from aengine.config import EngineConfig
 from aengine.engine.facts import StartupReport
 from aengine.memory import PagePlan
-from aengine.models.loader import ModelFiles
+from aengine.models.store import ModelFiles
 from aengine.models.vision_config import VisionConfig
 from aengine.runner.protocol import Runner
 

@@ -34,17 +34,15 @@ def load(config: EngineConfig, phase_ended: PhaseHook, progressed: ProgressHook,
     collecting = gc.isenabled()
     gc.disable()  # nothing of what is imported and loaded is garbage; looking for it takes a tenth of the time
     try:
-        if own_process:
-            from aengine.engine.lean_torch import import_torch
-
-            import_torch()
         from aengine.engine.build import build
 
         imports = ("imports", time.monotonic() - began_s)
         phase_ended(*imports)
-        parts = build(config, phase_ended, progressed)
+        parts = build(config, phase_ended, progressed, own_process)
+        if own_process:
+            gc.freeze()  # all of it lives as long as the process: the first collection need not walk it (0.1 s)
     finally:
-        if collecting:
+        if collecting or own_process:
             gc.enable()
     give_back_free_memory()
     parts.report = msgspec.structs.replace(parts.report, phases=(imports, *parts.report.phases))

@@ -15,7 +15,8 @@ from aengine.engine.sizing import MEMORY_SHARE, size_pool
 from aengine.errors import ConfigError
 from aengine.memory import Chunk, Full, GroupSpec, LayerSpec, PagePlan, Part, State, Window, attention_group
 from aengine.memory.lifetimes import Cross, Lifetime
-from aengine.models.loader import ModelFiles, load_config
+from aengine.models.facts import load_config
+from aengine.models.store import ModelFiles
 
 if TYPE_CHECKING:
     from aengine.kernels.ops import AttentionSpec, Model, StateSpec

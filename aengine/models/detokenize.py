@@ -39,7 +39,8 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
         self._whole: tuple[dict[int, str], dict[int, str]] = {}, {}
         self.byte_level = isinstance(backend.decoder, ByteLevel)
-        self._alphabet = byte_alphabet()
+        alphabet = byte_alphabet()
+        self._to_bytes = codecs.charmap_build("".join(sorted(alphabet, key=alphabet.__getitem__)))
         decoder = "" if backend.decoder is None else backend.decoder.__getstate__().decode()
         self._fallback, self._spaces = "ByteFallback" in decoder, "Metaspace" in decoder or SPACE in decoder
         self._separate = bool(decoder) and _separate(json.loads(decoder))
@@ -63,8 +64,8 @@ class TokenBytes:
     def _bytes(self, text: str) -> bytes:
         if self.byte_level:
             try:
-                return bytes([self._alphabet[char] for char in text])
-            except KeyError:  # an added token, written as plain text
+                return codecs.charmap_encode(text, "strict", self._to_bytes)[0]
+            except UnicodeEncodeError:  # an added token, written as plain text
                 return text.encode()
         match = _BYTE.fullmatch(text) if self._fallback else None
         if match:

@@ -18,7 +18,6 @@ from aengine.kernels.ops import Model, Ops
 from aengine.kernels.quantised import Quantised
 from aengine.kernels.reference import ReferenceOps
 from aengine.models.blocks import Unpack
-from aengine.models.bounds import absurd_values
 from aengine.models.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -26,9 +25,9 @@ from aengine.models.checkpoint import (
     files_digest,
     safetensors_files,
 )
-from aengine.models.config import ModelConfig, config_from_folder
+from aengine.models.config import ModelConfig
+from aengine.models.facts import load_config
 from aengine.models.gguf import open_gguf
-from aengine.models.gguf_config import config_from_gguf
 from aengine.models.holding import HeldCheckpoint, Hold
 from aengine.models.placing import PlacedCheckpoint, place
 from aengine.models.registry import MODELS
@@ -37,7 +36,6 @@ from aengine.models.tokenizer import load_tokenizer
 
 __all__ = [
     "ModelFiles",
-    "hold_open",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -45,12 +43,6 @@ __all__ = [
     "outline",
     "weights_digest",
 ]
-
-
-def load_config(files: ModelFiles) -> ModelConfig:
-    """Raises ModelLoadError when the model is malformed or of an unsupported kind."""
-    with absurd_values(files.path):
-        return config_from_gguf(open_gguf(files.path)) if files.kind == "gguf" else config_from_folder(files.path)
 
 
 class _Shapes:
@@ -137,11 +129,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def hold_open(files: ModelFiles) -> object:
-    """What makes the functions of this module share one open file while it is kept."""
-    return open_gguf(files.path) if files.kind == "gguf" else None
 
 
 def weights_digest(files: ModelFiles) -> bytes:

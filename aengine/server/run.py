@@ -24,6 +24,7 @@ from aengine.errors import AengineError, ConfigError
 from aengine.server.app import create_app
 from aengine.server.connections import Gate, GatedRunner, room_for_connections
 from aengine.server.context import CONTEXT, ServerContext
+from aengine.server.counters import Counters
 from aengine.server.facade import Engine
 from aengine.server.trace import Traced, write_trace
 from aengine.types import Grammar, SamplingParams
@@ -31,6 +32,7 @@ from aengine.types import Grammar, SamplingParams
 log = logging.getLogger("aengine.server")
 
 LAST_WRITES_S = 1.0  # for handlers to write their ends once the engine is closed
+QUIET_S, LOOK_EVERY_S = 1.0, 0.25  # no request is open for so long, as far as looks tell
 BACKLOG = 1024  # connections; the default of 128 refuses bursts that the waiting room could take
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -66,7 +68,7 @@ async def run_server(
             try:
                 if on_listening is not None:
                     on_listening(url)
-                await _start_and_serve(engine, stopping)
+                await _start_and_serve(engine, app[CONTEXT].counters, stopping)
                 drain_s = config.shutdown_timeout_s if engine.phase == "ready" else 0.0
             finally:
                 if drain_s and not told:
@@ -111,25 +113,32 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _start_and_serve(engine: Engine, stopping: asyncio.Event) -> None:
+async def _start_and_serve(engine: Engine, counters: Counters, stopping: asyncio.Event) -> None:
     """Loads the engine beside the running server, then waits for a signal. Raises what the start raised."""
-    start = asyncio.create_task(engine.start(), name="engine.start")
-    stop = asyncio.create_task(stopping.wait(), name="server.stop")
+    tasks = [
+        start := asyncio.create_task(engine.start(), name="engine.start"),
+        stop := asyncio.create_task(stopping.wait(), name="server.stop"),
+    ]
     try:
-        await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if start.done():
             start.result()
-            await _read_vocabulary(engine)
+            tasks.append(asyncio.create_task(_read_vocabulary(engine, counters), name="server.vocabulary"))
             await stop
     finally:
-        stop.cancel()
-        start.cancel()
+        for task in tasks:
+            task.cancel()
         with suppress(asyncio.CancelledError):
-            await asyncio.gather(stop, start, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _read_vocabulary(engine: Engine) -> None:
-    """Get the first grammar's dearest part done before there are streams that it would hold up (0.4 s and more)."""
+async def _read_vocabulary(engine: Engine, counters: Counters) -> None:
+    """Get the first grammar's dearest part done while nobody waits: it keeps the interpreter for 0.3 s and more, and
+    the first request may come at once. Where the server is never quiet, the first structured request does it."""
+    quiet_s = 0.0
+    while quiet_s < QUIET_S:
+        await asyncio.sleep(LOOK_EVERY_S)
+        quiet_s = 0.0 if counters.busy else quiet_s + LOOK_EVERY_S
     try:
         await engine.prepare(SamplingParams(grammar=Grammar("json_object")))
     except AengineError as error:

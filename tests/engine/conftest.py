@@ -114,7 +114,9 @@ class Sim:
         elif self.step_s:
             time.sleep(seconds)
 
-    def build(self, config: EngineConfig, on_phase: Callable[[str, float], None], on_progress: Any = None) -> Parts:
+    def build(
+        self, config: EngineConfig, on_phase: Callable[[str, float], None], on_progress: Any = None, own: bool = False
+    ) -> Parts:
         plan = uniform_plan(self.pages, PAGE)
         cache = PrefixCache(Pool(plan), enabled=config.cache.prefix_caching)
         scheduler = Scheduler(

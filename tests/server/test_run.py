@@ -18,7 +18,8 @@ from server_fakes import FakeEngine
 from aengine.config import ServerConfig
 from aengine.errors import ConfigError, ModelLoadError
 from aengine.frontends.parent import listening_sockets
-from aengine.server import run_server
+from aengine.server import run, run_server
+from aengine.server.counters import Counters
 from aengine.server.run import cannot_listen
 from tests.waiting import DEADLINE_S
 
@@ -84,6 +85,25 @@ async def test_listens_at_once_and_says_the_phase(tmp_path):
         child.send_signal(signal.SIGTERM)
         assert await ended(child) == 0
         assert b"closed" in await child.stdout.read()
+
+
+async def test_the_vocabulary_of_grammars_is_read_when_no_request_is_open(monkeypatch):
+    monkeypatch.setattr(run, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(run, "QUIET_S", 0.02)
+    prepared, engine, counters = [], FakeEngine(), Counters()
+
+    async def prepare(sampling):
+        prepared.append(sampling.grammar.kind)
+
+    engine.prepare = prepare
+    counters.busy = 1
+    reading = asyncio.create_task(run._read_vocabulary(engine, counters))
+    await asyncio.sleep(0.1)
+    assert not prepared
+    counters.busy = 0
+    async with asyncio.timeout(DEADLINE_S):
+        await reading
+    assert prepared == ["json_object"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

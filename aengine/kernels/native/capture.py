@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from aengine.kernels.native.library import CALL, Block, Context, WeightMemory, check
+from aengine.kernels.native.library import CALL, Block, Context, check
 from aengine.kernels.native.ops import NativeOps
 from aengine.kernels.ops import Linear
 
@@ -102,11 +103,12 @@ def _storage(tensor: Tensor) -> int:
 class _Buffers:
     """Memory for outputs: a buffer is used again when no tensor holds it any more.
 
-    A recording made again takes the same buffers in the same order, whatever smaller shapes it asks for.
+    A recording made again takes the same buffers in the same order, whatever smaller shapes it asks for. They have the
+    system's ordinary pages, of which a step touches those that its rows need: with huge ones the first decode step
+    zeroed 2 MiB for a row of each.
     """
 
-    def __init__(self, memory: WeightMemory) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         self._free: list[Block] = []
         self._taken: list[Block] = []
         self._again: Iterator[Block] | None = None
@@ -139,7 +141,8 @@ class _Buffers:
 
     def _allocate(self, size: int) -> Block:
         self.bytes += size
-        return self._memory.take(max(size, 1))
+        memory = mmap.mmap(-1, max(size, 1))
+        return Block(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size, memory)
 
     def _refuse(self, size: int) -> Block:
         raise NotCapturable(f"recorded again it asks for an output of {size} bytes that it did not ask for before")
@@ -151,7 +154,7 @@ class RecordingOps(NativeOps):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.name += "-recording"
-        self.buffers = _Buffers(WeightMemory(context.library))
+        self.buffers = _Buffers()
         self.views_only = _ViewsOnly()
         self.calls: list[tuple[str, bytes]] = []
         self.cuts: list[int] = []
