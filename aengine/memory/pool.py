@@ -121,6 +121,19 @@ class Pool:
             out.append(pages)
         return out
 
+    def try_take_of(self, index: int, count: int) -> list[Page] | None:
+        """As `try_take`, of one group."""
+        group = self.groups[index]
+        surplus, quota = len(self.spare.unowned) + self.spare.idle_slabs, 0
+        beyond = count - group.free_active - group.cached_active
+        if beyond > 0:
+            quota = -(-beyond // group.slots)
+        if surplus < quota:
+            return None
+        pages: list[Page] = []
+        self._take_group(group, count, quota, surplus - quota, pages)
+        return pages
+
     def take_one(self, index: int) -> Page | None:
         """One page of one group, as `take` would give it; None when there is none."""
         group = self.groups[index]
@@ -202,7 +215,6 @@ class Pool:
     def _lend(self, group: GroupSlabs, page: Page) -> Page:
         assert page.ref == page.where == 0, page
         page.ref = 1
-        page.last = -1
         group.live += 1
         return page
 
@@ -304,6 +316,15 @@ class Pool:
                 page.key = key
                 named.append(page)
         return named
+
+    def publish_fresh(self, index: int, pages: Iterable[Page], keys: Iterable[bytes]) -> int:
+        """Name live pages of a group, none of which has a name, as `publish` does; returns how many got one."""
+        names = self.names[index]
+        before, named = len(names), names.setdefault
+        for page, key in zip(pages, keys, strict=True):
+            if named(key, page) is page:
+                page.key = key
+        return len(names) - before
 
     def unpublish(self, page: Page) -> None:
         """Take the name away; a cached page becomes free."""

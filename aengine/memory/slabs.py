@@ -23,9 +23,9 @@ class Where(IntEnum):
 class Page:
     """A small page. Identity is the object; (group, id) is its address, which compaction may change.
 
-    `ref`: leases that hold it. `key`: the name it is published under, or None. `last`: the last step that names it.
-    `stamp`: logical time at which it was last let go. `holder`, `index`: notes of whoever holds it, for finding it in
-    the holder's tables; the pool does not read them.
+    `ref`: leases that hold it. `key`: the name it is published under, or None. `last`: the last step that names it,
+    or any that has retired. `stamp`: logical time at which it was last let go. `holder`, `index`: notes of whoever
+    holds it, for finding it in the holder's tables; the pool does not read them.
     """
 
     __slots__ = (

@@ -9,9 +9,11 @@ Full digests are the keys; a shorter `key_bytes` exists for tests that need coll
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from operator import add
 
 import msgspec
 import numpy as np
@@ -120,6 +122,16 @@ class TokenChain:
         self._digests = self.digests  # what others have made of it
         self._rows, self._row, self._seen = rows, row, 0
 
+    def ends_at(self, pages: int) -> bool:
+        """Whether the next page to be hashed is that one, and nothing but ids goes into it."""
+        return self.plain and len(self._digests if self._rows is None else self.digests) == pages
+
+    def leave(self) -> list[bytes]:
+        """All digests so far; whoever has asked goes on with them."""
+        digests = self.digests
+        self._rows = None
+        return digests
+
     def extend(self, pages: int) -> list[bytes]:
         """Hash the first `pages` pages (all their tokens must be there) and return all digests so far."""
         digests = self.digests
@@ -136,14 +148,6 @@ class TokenChain:
             last = sha256(last + data[at : at + step]).digest()
             append(last)
         return digests
-
-    def add(self, ids: bytes) -> bytes:
-        """The next page holds `ids`: its digest. Only of a plain chain."""
-        digests = self.digests
-        digest = sha256((digests[-1] if digests else self.root) + ids).digest()
-        digests.append(digest)
-        self._rows = None
-        return digest
 
     def _extend_general(self, first: int, pages: int) -> None:
         size = self.page_tokens
@@ -172,23 +176,42 @@ class ChainRows:
     A chain takes over what is `made` when it is asked for: page by page it would be out of the caches each time.
     """
 
-    __slots__ = ("_last", "_starts", "_step", "made")
+    __slots__ = ("_last", "made")
 
     def __init__(self, chains: Sequence[TokenChain]) -> None:
-        self._step = chains[0].page_tokens * 4
-        self._starts = range(0, len(chains) * self._step, self._step)
-        self._last = [chain.digests[-1] if chain.digests else chain.root for chain in chains]
+        self._last = [chain.prefix(len(chain.digests)) for chain in chains]
         self.made: list[list[bytes]] = []  # by page, then row
         for row, chain in enumerate(chains):
             chain.join(self, row)
 
     def extend(self, ids: NDArray[np.int32]) -> list[bytes]:
         """`ids` int32 [rows, page_tokens] of the next page of each: its digests."""
-        data, step = ids.tobytes(), self._step
-        pairs = zip(self._last, self._starts, strict=True)
-        self._last = made = [sha256(last + data[at : at + step]).digest() for last, at in pairs]
+        self._last = made = _next_digests(self._last, ids)
         self.made.append(made)
         return made
+
+
+def extend_all(chains: Sequence[TokenChain], ids: NDArray[np.int32]) -> list[bytes]:
+    """`ids` int32 [chains, page_tokens] of the next page of each plain chain: its digests."""
+    known = [chain.leave() for chain in chains]
+    made = _next_digests(
+        [digests[-1] if digests else chain.root for digests, chain in zip(known, chains, strict=True)], ids
+    )
+    for digests, digest in zip(known, made, strict=True):
+        digests.append(digest)
+    return made
+
+
+@functools.cache
+def _whole(tokens: int) -> np.dtype[np.void]:
+    """A page's ids as one number of NumPy's."""
+    return np.dtype((np.void, 4 * tokens))
+
+
+def _next_digests(last: Sequence[bytes], ids: NDArray[np.int32]) -> list[bytes]:
+    """Those of pages with the tokens ids[i], behind last[i]."""
+    pages: list[bytes] = ids.view(_whole(ids.shape[1]))[:, 0].tolist()
+    return [made.digest() for made in map(sha256, map(add, last, pages))]
 
 
 def _field(tag: bytes, value: bytes) -> bytes:

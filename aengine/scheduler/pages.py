@@ -106,8 +106,6 @@ def _make_room(scheduler: Scheduler, sequence: Sequence, need: tuple[int, ...], 
 def compact(scheduler: Scheduler, step: int) -> tuple[PageMove, ...]:
     """Empty large pages before they are short: to have a few in reserve, and what sequences lack now."""
     pool = scheduler.cache.pool
-    if not pool.movable:
-        return ()
     wanted = max(scheduler.spare_large, scheduler.large_lacking) - pool.spare.count
     if wanted <= 0:
         return ()
