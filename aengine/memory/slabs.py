@@ -197,6 +197,11 @@ class GroupSlabs:
             self.with_cached.shift(slab, slab.cached_at, want)
             slab.cached_at = want
 
+    def opens(self, count: int) -> int:
+        """Large pages, unowned or idle, that taking `count` pages uses up."""
+        beyond = count - self.free_active - self.cached_active
+        return -(-beyond // self.slots) if beyond > 0 else 0
+
     def page(self, slab: Slab, slot: int) -> Page:
         index = slab.index * self.slots + slot
         page = self.pages[index]

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from aengine.memory.naming import publish_fresh
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
-from aengine.prefix_cache.keys import extend_all
-from aengine.prefix_cache.lease import Lease, holds_of
-from aengine.prefix_cache.positional import PositionalRules
+from aengine.prefix_cache.keys import extend_all, leave_all
+from aengine.prefix_cache.lease import Lease, holds_of, take_back
+from aengine.prefix_cache.positional import PageRun, PositionalRules
 
 
 class RowParts(NamedTuple):
@@ -62,9 +63,7 @@ def _extend_rows(rule: PositionalRules, leases: Sequence[Lease], pages: Sequence
     """One page more for each lease, whose next position is the page's first; returns their table columns."""
     group, size = rule.index, rule.page
     columns = []
-    for lease in leases:
-        lease.leave()
-    for lease, run, page in zip(leases, holds_of(leases, group), pages, strict=True):
+    for lease, run, page in zip(leases, take_back(leases, group), pages, strict=True):
         held = run.pages
         at = len(held)
         assert run.sent == at, f"{lease}: entries of its table were never told"
@@ -79,19 +78,23 @@ def _extend_rows(rule: PositionalRules, leases: Sequence[Lease], pages: Sequence
 
 def commit_rows(rule: PositionalRules, leases: Sequence[Lease], counts: Sequence[int], ids: NDArray[np.int32]) -> None:
     """Name the first counts[i] pages of each lease; ids[i]: those of the last of them."""
-    runs = holds_of(leases, rule.index)
-    rows = []
-    for row, (lease, run, count) in enumerate(zip(leases, runs, counts, strict=True)):
-        if count == run.keyed + 1 and lease.publishes and lease.chain.ends_at(run.keyed):
+    runs: list[PageRun] = holds_of(leases, rule.index)
+    chains = [lease.chain for lease in leases]
+    known = leave_all(chains)
+    rows, pages = [], []
+    for row, (lease, run, digests, count) in enumerate(zip(leases, runs, known, counts, strict=True)):
+        at = run.keyed
+        if count <= at or not lease.publishes:
+            continue
+        page = run.pages[at]
+        if count == at + 1 and len(digests) == at and lease.chain.plain and page is not None:
+            run.keyed = count
             rows.append(row)
-        elif count > run.keyed and lease.publishes:
+            pages.append(page)
+        else:
             rule.publish(lease, run, count * rule.page, None)
     if len(rows) < len(leases):
-        leases, runs, ids = [leases[row] for row in rows], [runs[row] for row in rows], ids[rows]
-    if not rows:
-        return
-    keys = extend_all([lease.chain for lease in leases], ids)
-    pages = [run.pages[run.keyed] for run in runs]
-    for run in runs:
-        run.keyed += 1
-    rule.journal.published += rule.pool.publish_fresh(rule.index, pages, keys)
+        chains, known, ids = [chains[row] for row in rows], [known[row] for row in rows], ids[rows]
+    if rows:
+        keys = extend_all(chains, known, ids)
+        rule.journal.published += publish_fresh(rule.pool, rule.index, pages, keys)

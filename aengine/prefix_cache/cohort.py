@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from aengine.memory.naming import publish_fresh
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.keys import ChainRows
 from aengine.prefix_cache.lease import Lease
@@ -74,7 +75,7 @@ class Cohort:
         self._named += 1
         self.news += 1
         rule = self._rule
-        rule.journal.published += rule.pool.publish_fresh(rule.index, self._filling.popleft(), keys)
+        rule.journal.published += publish_fresh(rule.pool, rule.index, self._filling.popleft(), keys)
 
     def tell(self, row: int, run: PageRun) -> int:
         """What has become of the run of a row since it was last told: its capacity in tokens."""

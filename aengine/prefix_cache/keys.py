@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from operator import add
 
@@ -69,7 +69,6 @@ class TokenChain:
     """
 
     __slots__ = (
-        "_bytes",
         "_digests",
         "_key_bytes",
         "_last",
@@ -100,7 +99,6 @@ class TokenChain:
         self._digests: list[bytes] = []
         self._rows: ChainRows | None = None  # who goes on with it, and as which row
         self._row = self._seen = 0
-        self._bytes = memoryview(tokens.data).cast("B")
         self._last = root  # the digest of the last page in full; only where `plain` is False
         self._key_bytes = key_bytes
         self._media = _media_by_page(media, page_tokens)
@@ -122,10 +120,6 @@ class TokenChain:
         self._digests = self.digests  # what others have made of it
         self._rows, self._row, self._seen = rows, row, 0
 
-    def ends_at(self, pages: int) -> bool:
-        """Whether the next page to be hashed is that one, and nothing but ids goes into it."""
-        return self.plain and len(self._digests if self._rows is None else self.digests) == pages
-
     def leave(self) -> list[bytes]:
         """All digests so far; whoever has asked goes on with them."""
         digests = self.digests
@@ -142,10 +136,9 @@ class TokenChain:
         if not self.plain:
             self._extend_general(first, pages)
             return digests
-        step, last, append = self.page_tokens * 4, digests[-1] if digests else self.root, digests.append
-        data = self._bytes[first * step : pages * step].tobytes()
-        for at in range(0, len(data), step):
-            last = sha256(last + data[at : at + step]).digest()
+        size, last, append = self.page_tokens, digests[-1] if digests else self.root, digests.append
+        for ids in self.tokens[first * size : pages * size].view(_whole(size)).tolist():
+            last = sha256(last + ids).digest()
             append(last)
         return digests
 
@@ -191,12 +184,15 @@ class ChainRows:
         return made
 
 
-def extend_all(chains: Sequence[TokenChain], ids: NDArray[np.int32]) -> list[bytes]:
-    """`ids` int32 [chains, page_tokens] of the next page of each plain chain: its digests."""
-    known = [chain.leave() for chain in chains]
-    made = _next_digests(
-        [digests[-1] if digests else chain.root for digests, chain in zip(known, chains, strict=True)], ids
-    )
+def leave_all(chains: Iterable[TokenChain]) -> list[list[bytes]]:
+    """`chain.leave()` of many, without a call for those that nobody else goes on with."""
+    return [chain._digests if chain._rows is None else chain.leave() for chain in chains]
+
+
+def extend_all(chains: Sequence[TokenChain], known: Sequence[list[bytes]], ids: NDArray[np.int32]) -> list[bytes]:
+    """`ids` int32 [chains, page_tokens] of the next page of each plain chain, left with `known`: its digests."""
+    last = [digests[-1] if digests else chain.root for digests, chain in zip(known, chains, strict=True)]
+    made = _next_digests(last, ids)
     for digests, digest in zip(known, made, strict=True):
         digests.append(digest)
     return made
@@ -204,7 +200,7 @@ def extend_all(chains: Sequence[TokenChain], ids: NDArray[np.int32]) -> list[byt
 
 @functools.cache
 def _whole(tokens: int) -> np.dtype[np.void]:
-    """A page's ids as one number of NumPy's."""
+    """So many ids as one item, which Python sees as bytes."""
     return np.dtype((np.void, 4 * tokens))
 
 

@@ -123,11 +123,10 @@ class Lease:
         """From now on `cohort` may take pages for it, and tells of them when asked."""
         self._cohort, self._row, self._heard = cohort, row, cohort.news
 
-    def leave(self) -> None:
-        """Whoever grows it in another way ends its part in a cohort."""
-        if self._cohort is not None:
-            self._hear(self._cohort)
-            self._cohort = None
+    def leave(self) -> tuple[Any, ...]:
+        """Whoever grows it in another way ends its part in a cohort. Returns `holds`."""
+        holds, self._cohort = self.holds, None
+        return holds
 
     def _hear(self, cohort: Cohort) -> None:
         if cohort.news != self._heard:
@@ -180,3 +179,8 @@ class Lease:
 def holds_of(leases: Iterable[Lease], group: int) -> list[Any]:
     """`lease.holds[group]` of many, without a call for those that are in no cohort."""
     return [lease._holds[group] if lease._cohort is None else lease.holds[group] for lease in leases]
+
+
+def take_back(leases: Iterable[Lease], group: int) -> list[Any]:
+    """The same, and none of them is in a cohort any more."""
+    return [lease._holds[group] if lease._cohort is None else lease.leave()[group] for lease in leases]

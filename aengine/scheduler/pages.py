@@ -64,7 +64,8 @@ def grow_together(scheduler: Scheduler, slots: Int64s, starts: Int32s) -> bool:
         crossing = slots if len(rows) == len(slots) else slots[rows]
         delta = TableDelta(group, crossing, np.array(columns, np.int64), np.array(pages, np.int32))
         scheduler.tables.append(delta)
-    scheduler.columns.capacity[slots] = [lease.capacity_tokens for lease in leases]
+    stride = scheduler.columns.stride
+    scheduler.columns.capacity[slots] = starts + stride if stride else [lease.capacity_tokens for lease in leases]
     return True
 
 

@@ -73,8 +73,6 @@ class SteadyRows:
         self.slots, self.handles, self.starts = plan.slots, plan.handles, plan.starts
         self._columns = columns
         self._ones = columns.ones[:rows]
-        self._relay, self._no_relay = columns.all[:rows], columns.none[:rows]
-        self._capacity = columns.capacity[plan.slots]
         self._stride = stride
         self._unseen = stride or NEVER  # in so many steps every row will have crossed a page
         self._lanes: dict[int, Int64s | Lane] = {}  # by the steps in which they cross, modulo `stride`; slots till then
@@ -88,14 +86,13 @@ class SteadyRows:
         return grown
 
     def _grow_crossing(self, scheduler: Scheduler, starts: Int32s) -> bool:
-        crossing = (starts >= self._capacity).nonzero()[0]
+        crossing = (starts >= self._columns.capacity[self.slots]).nonzero()[0]
         self._unseen -= 1
         if not len(crossing):
             return True
         slots = self.slots[crossing]
         if not grow_together(scheduler, slots, starts[crossing]):
             return False
-        self._capacity[crossing] = self._columns.capacity[slots]
         if self._stride:
             self._lanes[self.step % self._stride] = slots
         return True
@@ -132,7 +129,7 @@ class SteadyRows:
             starts=self.starts,
             counts=ones,
             samples=ones,
-            relay=self._no_relay if known else self._relay,
+            relay=(c.none if known else c.all)[: len(ones)],
             ids=c.tokens[self.slots, self.starts] if known else _NO_IDS,
             tables=tuple(tables),
             setups=tuple(setups),
