@@ -44,7 +44,8 @@ class Twins:
         self.at = [known + PAGE for known in self.at]
         for which, (cache, mine) in enumerate(zip(self.caches, self.leases, strict=True)):
             pages = np.stack([lease.tokens[at - PAGE : at] for lease, at in zip(mine, self.at, strict=True)])
-            if which == 0 and how == "together" and self.cohort.commits:
+            if which == 0 and how == "together":
+                assert self.cohort.commits
                 assert self.cohort.grow() is not None
                 self.cohort.commit(pages)
                 continue
