@@ -67,6 +67,7 @@ class Twins:
             if whom != "nobody":
                 assert one.tables == other.tables
                 assert one.capacity_tokens == other.capacity_tokens
+                assert one.holds[0].keyed == other.holds[0].keyed
                 assert one.chain.digests == other.chain.digests
 
     def names(self, which: int) -> list[tuple[bytes, int]]:
