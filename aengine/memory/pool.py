@@ -10,7 +10,7 @@ time, hashing order or object identity.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from aengine.memory.accounting import PoolStats, measure
 from aengine.memory.fence import Fence
@@ -69,12 +69,7 @@ class Pool:
 
     def large_needed(self, need: Sequence[int]) -> int:
         """Unowned or idle large pages that taking need[g] pages of each group opens."""
-        slabs = 0
-        for group, count in zip(self.groups, need, strict=True):
-            beyond = count and count - group.free_active - group.cached_active
-            if beyond > 0:
-                slabs += -(-beyond // group.slots)
-        return slabs
+        return sum(group.opens(count) for group, count in zip(self.groups, need, strict=True))
 
     def packs(self, need: Sequence[int], less: Sequence[int] | None = None) -> bool:
         """Whether need[g] pages of each group can be had once what is fenced has come back and live pages have been
@@ -100,16 +95,8 @@ class Pool:
 
     def try_take(self, need: Sequence[int]) -> list[list[Page]] | None:
         """As `take`, but None, and nothing changed, when `shortage` says that pages are missing."""
-        surplus = len(self.spare.unowned) + self.spare.idle_slabs
-        quota = []
-        for group in self.groups:
-            slabs, count = 0, need[group.index]
-            if count:
-                beyond = count - group.free_active - group.cached_active
-                if beyond > 0:
-                    slabs = -(-beyond // group.slots)
-                    surplus -= slabs
-            quota.append(slabs)
+        quota = [group.opens(need[group.index]) for group in self.groups]
+        surplus = len(self.spare.unowned) + self.spare.idle_slabs - sum(quota)
         if surplus < 0:
             return None
         out: list[list[Page]] = []
@@ -120,6 +107,16 @@ class Pool:
                 surplus = self._take_group(group, count, quota[group.index], surplus, pages)
             out.append(pages)
         return out
+
+    def try_take_of(self, index: int, count: int) -> list[Page] | None:
+        """As `try_take`, of one group."""
+        group, pages = self.groups[index], list[Page]()
+        quota = group.opens(count)
+        surplus = len(self.spare.unowned) + self.spare.idle_slabs - quota
+        if surplus < 0:
+            return None
+        self._take_group(group, count, quota, surplus, pages)
+        return pages
 
     def take_one(self, index: int) -> Page | None:
         """One page of one group, as `take` would give it; None when there is none."""
@@ -202,7 +199,6 @@ class Pool:
     def _lend(self, group: GroupSlabs, page: Page) -> Page:
         assert page.ref == page.where == 0, page
         page.ref = 1
-        page.last = -1
         group.live += 1
         return page
 
@@ -295,15 +291,6 @@ class Pool:
         names[key] = page
         page.key = key
         return True
-
-    def publish_all(self, index: int, pages: Iterable[Page | None], keys: Iterable[bytes]) -> list[Page]:
-        """Name those live pages of a group that have no name yet, as `publish` does; returns those that got one."""
-        names, named = self.names[index], []
-        for page, key in zip(pages, keys, strict=True):
-            if page is not None and page.key is None and names.setdefault(key, page) is page:
-                page.key = key
-                named.append(page)
-        return named
 
     def unpublish(self, page: Page) -> None:
         """Take the name away; a cached page becomes free."""

@@ -23,9 +23,9 @@ class Where(IntEnum):
 class Page:
     """A small page. Identity is the object; (group, id) is its address, which compaction may change.
 
-    `ref`: leases that hold it. `key`: the name it is published under, or None. `last`: the last step that names it.
-    `stamp`: logical time at which it was last let go. `holder`, `index`: notes of whoever holds it, for finding it in
-    the holder's tables; the pool does not read them.
+    `ref`: leases that hold it. `key`: the name it is published under, or None. `last`: the last step that names it,
+    or any that has retired. `stamp`: logical time at which it was last let go. `holder`, `index`: notes of whoever
+    holds it, for finding it in the holder's tables; the pool does not read them.
     """
 
     __slots__ = (
@@ -196,6 +196,11 @@ class GroupSlabs:
         if want != slab.cached_at:
             self.with_cached.shift(slab, slab.cached_at, want)
             slab.cached_at = want
+
+    def opens(self, count: int) -> int:
+        """Large pages, unowned or idle, that taking `count` pages uses up."""
+        beyond = count - self.free_active - self.cached_active
+        return -(-beyond // self.slots) if beyond > 0 else 0
 
     def page(self, slab: Slab, slot: int) -> Page:
         index = slab.index * self.slots + slot

@@ -27,7 +27,7 @@ def claim_whole(pool: Pool, group: GroupSlabs, count: int, pages: list[Page]) ->
         if slab.element is not element and slab.element != element:
             pool.retype(slab, element)
         page = made[slab.index] or group.page(slab, 0)
-        page.ref, page.last = 1, -1
+        page.ref = 1
         pages.append(page)
     group.owned += opened
     group.live += opened
@@ -42,7 +42,7 @@ def evict_whole(pool: Pool, group: GroupSlabs, count: int, pages: list[Page]) ->
         assert key is not None
         del names[key]
         page.key = None
-        page.where, page.ref, page.last = 0, 1, -1
+        page.where, page.ref = 0, 1
         page.prev = page.next = page
         slab.cached, slab.live = 0, 1
         slab.prev = slab.next = slab

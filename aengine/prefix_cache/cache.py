@@ -20,7 +20,8 @@ from aengine.memory.compaction import compact
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.audit import audit
-from aengine.prefix_cache.bulk import Cohort, RowParts, commit_rows, grow_rows
+from aengine.prefix_cache.bulk import RowParts, commit_rows, grow_rows
+from aengine.prefix_cache.cohort import Cohort
 from aengine.prefix_cache.growth import grow_all, grow_one
 from aengine.prefix_cache.items import ItemRules
 from aengine.prefix_cache.journal import Journal
@@ -116,8 +117,7 @@ class PrefixCache:
         )
         lease.sharing = lease.publishes = self.enabled
         lease.serial = self._serial
-        lease.holds = tuple(rule.open(lease) for rule in self._rules)
-        lease.pairs = tuple(zip(self._rules, lease.holds, strict=True))
+        lease.open([(rule, rule.open(lease)) for rule in self._rules])
         self._leases[self._serial] = lease
         self._serial += 1
         counters = self._counters

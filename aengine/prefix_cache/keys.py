@@ -9,9 +9,11 @@ Full digests are the keys; a shorter `key_bytes` exists for tests that need coll
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
+from operator import add
 
 import msgspec
 import numpy as np
@@ -67,7 +69,6 @@ class TokenChain:
     """
 
     __slots__ = (
-        "_bytes",
         "_digests",
         "_key_bytes",
         "_last",
@@ -98,7 +99,6 @@ class TokenChain:
         self._digests: list[bytes] = []
         self._rows: ChainRows | None = None  # who goes on with it, and as which row
         self._row = self._seen = 0
-        self._bytes = memoryview(tokens.data).cast("B")
         self._last = root  # the digest of the last page in full; only where `plain` is False
         self._key_bytes = key_bytes
         self._media = _media_by_page(media, page_tokens)
@@ -120,6 +120,12 @@ class TokenChain:
         self._digests = self.digests  # what others have made of it
         self._rows, self._row, self._seen = rows, row, 0
 
+    def leave(self) -> list[bytes]:
+        """All digests so far; whoever has asked goes on with them."""
+        digests = self.digests
+        self._rows = None
+        return digests
+
     def extend(self, pages: int) -> list[bytes]:
         """Hash the first `pages` pages (all their tokens must be there) and return all digests so far."""
         digests = self.digests
@@ -130,20 +136,11 @@ class TokenChain:
         if not self.plain:
             self._extend_general(first, pages)
             return digests
-        step, last, append = self.page_tokens * 4, digests[-1] if digests else self.root, digests.append
-        data = self._bytes[first * step : pages * step].tobytes()
-        for at in range(0, len(data), step):
-            last = sha256(last + data[at : at + step]).digest()
+        size, last, append = self.page_tokens, digests[-1] if digests else self.root, digests.append
+        for ids in self.tokens[first * size : pages * size].view(_whole(size)).tolist():
+            last = sha256(last + ids).digest()
             append(last)
         return digests
-
-    def add(self, ids: bytes) -> bytes:
-        """The next page holds `ids`: its digest. Only of a plain chain."""
-        digests = self.digests
-        digest = sha256((digests[-1] if digests else self.root) + ids).digest()
-        digests.append(digest)
-        self._rows = None
-        return digest
 
     def _extend_general(self, first: int, pages: int) -> None:
         size = self.page_tokens
@@ -172,23 +169,45 @@ class ChainRows:
     A chain takes over what is `made` when it is asked for: page by page it would be out of the caches each time.
     """
 
-    __slots__ = ("_last", "_starts", "_step", "made")
+    __slots__ = ("_last", "made")
 
     def __init__(self, chains: Sequence[TokenChain]) -> None:
-        self._step = chains[0].page_tokens * 4
-        self._starts = range(0, len(chains) * self._step, self._step)
-        self._last = [chain.digests[-1] if chain.digests else chain.root for chain in chains]
+        self._last = [chain.prefix(len(chain.digests)) for chain in chains]
         self.made: list[list[bytes]] = []  # by page, then row
         for row, chain in enumerate(chains):
             chain.join(self, row)
 
     def extend(self, ids: NDArray[np.int32]) -> list[bytes]:
         """`ids` int32 [rows, page_tokens] of the next page of each: its digests."""
-        data, step = ids.tobytes(), self._step
-        pairs = zip(self._last, self._starts, strict=True)
-        self._last = made = [sha256(last + data[at : at + step]).digest() for last, at in pairs]
+        self._last = made = _next_digests(self._last, ids)
         self.made.append(made)
         return made
+
+
+def leave_all(chains: Iterable[TokenChain]) -> list[list[bytes]]:
+    """`chain.leave()` of many, without a call for those that nobody else goes on with."""
+    return [chain._digests if chain._rows is None else chain.leave() for chain in chains]
+
+
+def extend_all(chains: Sequence[TokenChain], known: Sequence[list[bytes]], ids: NDArray[np.int32]) -> list[bytes]:
+    """`ids` int32 [chains, page_tokens] of the next page of each plain chain, left with `known`: its digests."""
+    last = [digests[-1] if digests else chain.root for digests, chain in zip(known, chains, strict=True)]
+    made = _next_digests(last, ids)
+    for digests, digest in zip(known, made, strict=True):
+        digests.append(digest)
+    return made
+
+
+@functools.cache
+def _whole(tokens: int) -> np.dtype[np.void]:
+    """So many ids as one item, which Python sees as bytes."""
+    return np.dtype((np.void, 4 * tokens))
+
+
+def _next_digests(last: Sequence[bytes], ids: NDArray[np.int32]) -> list[bytes]:
+    """Those of pages with the tokens ids[i], behind last[i]."""
+    pages: list[bytes] = ids.view(_whole(ids.shape[1]))[:, 0].tolist()
+    return [made.digest() for made in map(sha256, map(add, last, pages))]
 
 
 def _field(tag: bytes, value: bytes) -> bytes:

@@ -8,7 +8,8 @@ rollback; 0 in a table means no page is held there.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from aengine.memory.slabs import Page
 from aengine.prefix_cache.keys import MediaItem, TokenChain
 from aengine.prefix_cache.retention import UNBOUNDED, RetentionPoints
+
+if TYPE_CHECKING:
+    from aengine.prefix_cache.cohort import Cohort
 
 
 class TablePart(NamedTuple):
@@ -53,16 +57,19 @@ class Lease:
     """
 
     __slots__ = (
+        "_cohort",
+        "_heard",
+        "_holds",
+        "_pairs",
+        "_row",
         "bound",
         "cached_tokens",
         "capacity_tokens",
         "cause",
         "chain",
         "handle",
-        "holds",
         "known",
         "media",
-        "pairs",
         "points",
         "publishes",
         "released",
@@ -103,8 +110,42 @@ class Lease:
         self.sharing = True  # False: the cache is off
         self.publishes = True  # False also when it holds pages of a failed step
         self.released = False
-        self.holds: tuple[Any, ...] = ()  # one per group, made and understood by the group's rules
-        self.pairs: tuple[tuple[Any, Any], ...] = ()  # (rules, hold) of each group
+        self._holds: tuple[Any, ...] = ()
+        self._pairs: tuple[tuple[Any, Any], ...] = ()
+        self._cohort: Cohort | None = None  # who takes its pages and names them, and for which row
+        self._row = self._heard = 0
+
+    def open(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._pairs = tuple(pairs)
+        self._holds = tuple([hold for _, hold in pairs])
+
+    def join(self, cohort: Cohort, row: int) -> None:
+        """From now on `cohort` may take pages for it, and tells of them when asked."""
+        self._cohort, self._row, self._heard = cohort, row, cohort.news
+
+    def leave(self) -> tuple[Any, ...]:
+        """Whoever grows it in another way ends its part in a cohort. Returns `holds`."""
+        holds, self._cohort = self.holds, None
+        return holds
+
+    def _hear(self, cohort: Cohort) -> None:
+        if cohort.news != self._heard:
+            self._heard = cohort.news
+            self.capacity_tokens = cohort.tell(self._row, self._holds[0])
+
+    @property
+    def holds(self) -> tuple[Any, ...]:
+        """One per group, made and understood by the group's rules."""
+        if self._cohort is not None:
+            self._hear(self._cohort)
+        return self._holds
+
+    @property
+    def pairs(self) -> tuple[tuple[Any, Any], ...]:
+        """(rules, hold) of each group."""
+        if self._cohort is not None:
+            self._hear(self._cohort)
+        return self._pairs
 
     @property
     def tables(self) -> tuple[list[int], ...]:
@@ -133,3 +174,13 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"<lease {self.handle}: {self.tokens_ready}/{self.known} tokens, {self.cached_tokens} cached>"
+
+
+def holds_of(leases: Iterable[Lease], group: int) -> list[Any]:
+    """`lease.holds[group]` of many, without a call for those that are in no cohort."""
+    return [lease._holds[group] if lease._cohort is None else lease.holds[group] for lease in leases]
+
+
+def take_back(leases: Iterable[Lease], group: int) -> list[Any]:
+    """The same, and none of them is in a cohort any more."""
+    return [lease._holds[group] if lease._cohort is None else lease.leave()[group] for lease in leases]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from aengine.memory.groups import GroupSpec
 from aengine.memory.lifetimes import Full
+from aengine.memory.naming import publish_all
 from aengine.memory.pool import Pool
 from aengine.memory.slabs import Page, Where
 from aengine.prefix_cache.journal import Journal
@@ -194,7 +195,7 @@ class PositionalRules:
         stride = self._stride
         digests = lease.chain.extend(count * stride)
         keys = digests[(first + 1) * stride - 1 : count * stride : stride]
-        named = self.pool.publish_all(self.index, run.pages[first:count], keys)
+        named = publish_all(self.pool, self.index, run.pages[first:count], keys)
         if named:
             self.journal.record_all(named, lease.serial, step)
         run.keyed = count

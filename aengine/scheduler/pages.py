@@ -64,7 +64,8 @@ def grow_together(scheduler: Scheduler, slots: Int64s, starts: Int32s) -> bool:
         crossing = slots if len(rows) == len(slots) else slots[rows]
         delta = TableDelta(group, crossing, np.array(columns, np.int64), np.array(pages, np.int32))
         scheduler.tables.append(delta)
-    scheduler.columns.capacity[slots] = [lease.capacity_tokens for lease in leases]
+    stride = scheduler.columns.stride
+    scheduler.columns.capacity[slots] = starts + stride if stride else [lease.capacity_tokens for lease in leases]
     return True
 
 
@@ -106,8 +107,6 @@ def _make_room(scheduler: Scheduler, sequence: Sequence, need: tuple[int, ...], 
 def compact(scheduler: Scheduler, step: int) -> tuple[PageMove, ...]:
     """Empty large pages before they are short: to have a few in reserve, and what sequences lack now."""
     pool = scheduler.cache.pool
-    if not pool.movable:
-        return ()
     wanted = max(scheduler.spare_large, scheduler.large_lacking) - pool.spare.count
     if wanted <= 0:
         return ()

@@ -276,7 +276,7 @@ def _publish(scheduler: Scheduler, slots: Int64s, computed: Int32s) -> None:
     c, cache, leases = scheduler.columns, scheduler.cache, scheduler.leases(slots)
     if cache.commits_rows:
         full = computed // c.page
-        cache.commit_rows(leases, full.tolist(), c.pages[c.first_page[slots] + full - 1])
+        cache.commit_rows(leases, full.tolist(), c.pages.take(c.first_page[slots] + (full - 1), 0))
         return
     columns = zip(leases, computed.tolist(), c.known[slots].tolist(), c.last_step[slots].tolist(), strict=True)
     for lease, upto, known, last_step in columns:

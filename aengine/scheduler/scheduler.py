@@ -160,7 +160,7 @@ class Scheduler:
         return PlanBuilder(self._step + 1, self._budget_tokens, self.columns)
 
     def _built(self, build: PlanBuilder | SteadyRows) -> StepPlan | None:
-        moves = self._compact(build.step)
+        moves = self._compact(build.step) if self.cache.pool.movable else ()
         self._zero.extend(self.cache.pool.drain_retyped())
         plan = build.build(self.tables, self.setups, self._zero, self.media.pending, moves)
         if plan is None:
@@ -186,8 +186,9 @@ class Scheduler:
         plan = self._oldest_in_flight(result.step)
         if len(plan.deferred) and (broken := self._masked.broken(plan)):
             result = msgspec.structs.replace(result, failed={**broken, **result.failed})
-        tainted = [handle for row in sorted(result.failed) for handle in self._retract_row(plan, row)]
+        tainted: list[int] = []
         if result.failed:
+            tainted = [handle for row in sorted(result.failed) for handle in self._retract_row(plan, row)]
             self.columns.disturb()
         self._retire(plan)
         for handle in tainted:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aengine.scheduler.pages import grow_together
-from aengine.types import Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
+from aengine.types import NO_ROWS, Int32s, Int64s, MediaPlacement, PageMove, SlotSetup, StepPlan, TableDelta
 
 if TYPE_CHECKING:
     from aengine.scheduler.columns import Columns
@@ -40,6 +40,7 @@ class Lane:
         self._columns = self._capacity.astype(np.int64) // cache.cohort_tokens
         self._next = np.ones(count, np.int64)
         self._filling = scheduler.columns.first_page[slots] + self._columns - self._cohort.lag  # rows of `pages`
+        self._filled = 0  # pages further by now
 
     def grow(self, scheduler: Scheduler) -> bool:
         """A page for each row, all of which have none left; False: pages are short."""
@@ -56,8 +57,8 @@ class Lane:
         """The cache hears that each row has filled a page; False: not this way."""
         cohort, c = self._cohort, scheduler.columns
         if cohort.commits:
-            cohort.commit(c.pages[self._filling])
-            np.add(self._filling, self._next, self._filling)
+            cohort.commit(c.pages[self._filled :].take(self._filling, 0))
+            self._filled += 1
         return cohort.commits or cohort.idle
 
 
@@ -74,7 +75,6 @@ class SteadyRows:
         self._deferred = plan.deferred
         self._columns = columns
         self._ones = columns.ones[:rows]
-        self._capacity = columns.capacity[plan.slots]
         self._stride = stride
         self._unseen = stride or NEVER  # in so many steps every row will have crossed a page
         self._lanes: dict[int, Int64s | Lane] = {}  # by the steps in which they cross, modulo `stride`; slots till then
@@ -88,14 +88,13 @@ class SteadyRows:
         return grown
 
     def _grow_crossing(self, scheduler: Scheduler, starts: Int32s) -> bool:
-        crossing = (starts >= self._capacity).nonzero()[0]
+        crossing = (starts >= self._columns.capacity[self.slots]).nonzero()[0]
         self._unseen -= 1
         if not len(crossing):
             return True
         slots = self.slots[crossing]
         if not grow_together(scheduler, slots, starts[crossing]):
             return False
-        self._capacity[crossing] = self._columns.capacity[slots]
         if self._stride:
             self._lanes[self.step % self._stride] = slots
         return True
@@ -151,15 +150,15 @@ class SteadyRows:
         self.committed = plan.step
         np.add(c.computed, c.active, c.computed)
         np.add(c.known, c.active, c.known)
-        c.flat[self._places] = tokens
-        np.add(self._places, self._ahead, self._places)
+        c.flat[self._appended :][self._places] = tokens
+        self._appended += 1
         self._unchecked -= 1
-        if self._unchecked > 0:
-            stopped = np.zeros(len(tokens), np.bool_) if not self._stop_ids else self._stop_ids[0] == tokens
-        else:
-            stopped = c.known[self.slots] >= c.check_at[self.slots]
-        for column in self._stop_ids:
-            stopped |= column == tokens
+        found = [column == tokens for column in self._stop_ids]
+        if self._unchecked <= 0:
+            found.append(c.known[self.slots] >= c.check_at[self.slots])
+        if not found:
+            return NO_ROWS
+        stopped = found[0] if len(found) == 1 else np.logical_or.reduce(found)
         ends: Int64s = stopped.nonzero()[0]
         return ends
 
@@ -167,7 +166,7 @@ class SteadyRows:
         """What only commits change: from here on all of them are of steady steps."""
         c, slots = self._columns, plan.slots
         self._places: Int64s = c.base[slots] + c.known[slots]
-        self._ahead = np.ones(len(slots), np.int64)
+        self._appended = 0  # tokens further by now
         self._unchecked = int((c.check_at[slots] - c.known[slots]).min())  # so many tokens end nobody by their number
         self._stop_ids = [column[slots] for column in c.stop_columns]
 

@@ -7,8 +7,11 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aengine.memory import Full, Page, Pool, State, Window, plan, uniform_plan
+from aengine.memory.naming import publish_all, publish_fresh
 from aengine.prefix_cache.audit import audit
 from tests.prefix_cache.layouts import attention, small_plan, state
 
@@ -330,3 +333,28 @@ def test_state_pages_and_attention_pages_share_the_arena() -> None:
     assert isinstance(pool.plan.groups[1].spec.lifetime, State)
     assert pool.shortage([4, 3]) is None
     assert pool.shortage([5, 3]) == (0, 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 6), st.booleans()), max_size=30))
+def test_pages_of_one_group_are_those_that_a_call_for_all_groups_gives(calls: list[tuple[int, int, bool]]) -> None:
+    """Over taking, letting go and eviction, until nothing is left; names of many pages at once are those of each."""
+    pools = [pool_of((4, 1), 5) for _ in range(2)]
+    held: list[list[Page]] = [[], []]
+    for number, (group, count, back) in enumerate(calls):
+        whole = pools[1].try_take([count, 0] if group == 0 else [0, count])
+        taken = [pools[0].try_take_of(group, count), None if whole is None else whole[group]]
+        if taken[0] is None or taken[1] is None:
+            assert taken == [None, None]
+            back = True
+        else:
+            assert [page.id for page in taken[0]] == [page.id for page in taken[1]]
+            keys = [bytes([number % 7, i % 4, group]) for i in range(count)]
+            fresh = publish_fresh(pools[0], group, taken[0], keys)
+            assert fresh == len(publish_all(pools[1], group, taken[1], keys))
+            assert [page.key for page in taken[0]] == [page.key for page in taken[1]]
+            for mine, pages in zip(held, taken, strict=True):
+                mine += pages or []
+        for pool, mine in zip(pools, held, strict=True):
+            while back and mine:
+                pool.drop(mine.pop(0), 0)
+            check(pool, mine)
