@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 from aengine.engine import ahead
 
 PROGRAM = """
@@ -16,16 +14,16 @@ turns, thread = 0, map_torch()
 assert map_torch() is thread
 while thread.is_alive():
     turns += 1
-assert turns > 1000, turns
 assert "torch" not in sys.modules
-assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
+if sys.platform == "linux":  # elsewhere there is nothing to do
+    assert turns > 1000, turns
+    assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
 import torch
 assert torch.ones(3).sum().item() == 3.0
 print("done")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="libraries are mapped ahead on Linux only")
 def test_the_interpreter_is_free_while_they_are_mapped():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.stdout == "done\n", done.stderr
