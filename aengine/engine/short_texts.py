@@ -29,21 +29,9 @@ from aengine.types import Grammar, Int32s, Int64s
 _LETTER = "\u0378"  # no character has this number
 _PLAIN = re.compile(f"{TEXT}+")
 _LONGEST = 64  # longer tokens are looked at one by one
-_SAME = {
-    "type",
-    "required",
-    "minItems",
-    "maxItems",
-    "minLength",
-    "maxLength",
-    "enum",
-    "const",
-    "$ref",
-    "$schema",
-    "$id",
-}
+_SAME = {"type", "required", "minItems", "maxItems", "minLength", "maxLength", "enum", "const", "$ref"}
 _SAME |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minProperties", "maxProperties"}
-_SAME |= {"title", "description", "default", "examples", "$comment"}
+_SAME |= {"title", "description", "default", "examples", "$comment", "$schema", "$id"}
 _ONE, _LIST, _NAMED = {"items", "additionalProperties"}, {"prefixItems"}, {"properties", "$defs", "definitions"}
 
 
