@@ -309,7 +309,7 @@ int AE_FN(attention)(ae_context *ctx, const ae_attention_args *a)
     if (a->row_items && a->table_stride * a->page_tokens % AE_SPAN) return AE_BAD_CALL;
     attn_job job = {.args = a, .group = a->heads / a->kv_heads, .dim = ae_round_up(a->head_dim, AE_BLOCK)};
     if (plan_job(ctx, &job, ae_pool_threads(ctx->pool))) return AE_NO_MEMORY;
-    if (!a->row_items) ae_pool_run(ctx->pool, write_kv, &job, (int)ae_min(tokens, ae_parts(ctx, tokens * a->kv_heads * a->head_dim, 8192)));
+    if (!a->row_items) ae_pool_run(ctx->pool, write_kv, &job, ae_row_parts(ctx, tokens, a->kv_heads * a->head_dim, 4096));
     /* 256 keys of a head are about 5 us: 9 heads are worth a second thread from 57 positions on. */
     const int parts = ae_parts(ctx, job.keys * job.group, 256);
     if (job.spans > 1 && parts > 1) {

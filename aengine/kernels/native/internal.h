@@ -78,10 +78,17 @@ static inline int ae_parts(const ae_context *ctx, int64_t work, int64_t grain)
 }
 
 /* Parts of such work, several for each of `threads` where one is still worth `grain`: a thread that the system runs late,
- * because an event loop or a client has its core, then keeps the others waiting for a small part only. */
+ * because an event loop or a client has its core, then keeps the others waiting for a small part only, not so long that
+ * they fall asleep. */
 static inline int ae_fine_parts(int threads, int64_t work, int64_t grain)
 {
-    return threads == 1 ? 1 : (int)ae_max(threads, ae_min(4 * threads, work / grain));
+    return threads == 1 ? 1 : (int)ae_max(threads, ae_min(16 * threads, work / grain));
+}
+
+/* The same for `rows` that are not cut. */
+static inline int ae_row_parts(const ae_context *ctx, int64_t rows, int64_t row_work, int64_t grain)
+{
+    return (int)ae_min(ae_fine_parts(ae_parts(ctx, rows * row_work, grain), rows * row_work, grain), rows);
 }
 
 #endif

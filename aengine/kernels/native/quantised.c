@@ -5,7 +5,7 @@
  * rising, two fused multiply-adds each (a group of 16 inputs: per half unit), begun with the same sum of the row's second
  * codes. A lane is an output and owns this chain, so that no bit depends on how many rows stand beside it or who computes it.
  *
- * Few rows: one tile passes over the packed codes as they stream in, and takes them apart itself. Many: a run of units of
+ * Few rows: one tile or two pass over the packed codes as they stream in, and take them apart themselves. Many: a run of units of
  * a panel is taken apart into a scratch that stays in the first-level cache while the tiles of a block of rows read it,
  * then the next run. As in gemm.c, threads split the panels when there are few rows and the rows when there are many.
  */
@@ -93,8 +93,8 @@ static int quantise(ae_context *ctx, const ae_linear_args *a, quantise_job *job)
     job->listed = (const ae_x_unit **)(job->second + second);
     job->ends = (int64_t *)(job->listed + second);
     job->factor = (float *)(job->ends + a->rows);
-    /* 32 K activations are about 5 us. */
-    ae_pool_run(ctx->pool, quantise_part, job, (int)ae_min(ae_parts(ctx, a->rows * a->in_features, 32768), a->rows));
+    /* 8 K activations are about 4 us. */
+    ae_pool_run(ctx->pool, quantise_part, job, ae_row_parts(ctx, a->rows, a->in_features, 8192));
     if (job->at.has_narrow) list_seconds(job);
     return AE_OK;
 }
@@ -126,7 +126,7 @@ typedef struct {
 
 static code_segment segment_of(const code_job *job, const ae_segment *s, int64_t out, int64_t rows)
 {
-    const int wide = is_wide(s), apart = rows > AE_QR;
+    const int wide = is_wide(s), apart = rows > 3 * AE_QR;
     return (code_segment){
         .of = s,
         .out = out,
@@ -191,8 +191,11 @@ static code_run taken_apart(const code_job *job, const code_run *b, const ae_seg
     const int64_t groups = s->group < AE_UNIT ? b->units * (AE_UNIT / s->group)
                            : b->group_units == 1 ? b->units
                                               : 1 + ae_max(0, ae_ceil_div(b->units - b->left, b->group_units));
+    const int64_t scale_bytes = groups * AE_PANEL * ae_dtype_bytes(s->scale_dtype);
     code_run out = *b;
     vu_mem *to = (vu_mem *)scratch;
+    fetch(b->scale + scale_bytes, 0, scale_bytes); /* of the next run */
+    if (b->minimum) fetch(b->minimum + scale_bytes, 0, scale_bytes);
     out.streams = 0;
     out.codes = (const uint8_t *)scratch;
     for (int64_t i = 0; i < b->units * AE_STEPS && s->bits == 4; i++) {
@@ -269,19 +272,18 @@ static void panel_rows(const code_job *job, const code_segment *of, int64_t pane
         const int64_t units = ae_min(longest, job->units - u), bytes = units * AE_UNIT_BYTES(s->bits);
         const int64_t ahead = of->apart ? ae_ceil_div(bytes, rows) : 0; /* of the next run's codes, for each row */
         const code_run packed = run_at(job, of, panel, u, units);
-        const code_run b = of->apart ? taken_apart(job, &packed, s, scratch) : packed;
+        code_run b = of->apart ? taken_apart(job, &packed, s, scratch) : packed;
         const uint8_t *next = packed.codes + bytes;
-        int size = (int)(sizeof tile_rows / sizeof *tile_rows) - 1;
         for (int64_t done = 0, mr; done < rows; done += mr) {
-            while (tile_rows[size] > rows - done) size--;
-            mr = tile_rows[size];
+            mr = ae_ceil_div(rows - done, ae_ceil_div(rows - done, AE_QR)); /* 4 and 4 rather than 6 and 2 */
             for (int64_t i = 0; u == 0 && i < mr; i++)
                 __builtin_prefetch((char *)a->y + output_at(a, row + done + i, out), 1, 2);
             fetch(next, ahead * done, ahead * (done + mr));
             const ae_x_unit *x = job->x.x + (row + done) * job->x.at.stride + (of->wide ? job->x.at.wide : 0) + u;
             float *c = sums + (longest < job->units ? done * AE_PANEL : 0);
             if (u == 0 && !of->wide) seconds_of(job, s, &packed, row + done, mr, c);
-            code_tiles[size][of->form][s->group == 16](&b, x, job->x.at.stride, c);
+            code_tiles[mr - 1][of->form][s->group == 16](&b, x, job->x.at.stride, c);
+            b.streams = 0;
             const float *factor = of->wide ? NULL : job->x.factor + row + done;
             if (u + units == job->units) store_rows(a, row + done, mr, out, width, factor, c);
         }
@@ -329,7 +331,7 @@ int AE_FN(linear_quantised)(ae_context *ctx, const ae_linear_args *a)
     job.block_rows = ae_min(job.block_rows, ae_round_up(a->rows, AE_QR));
     for (int form = 0; form < AE_FORMS; form++) job.run[form] = units_of_run(units, form);
     job.at = scratch_of(&job, job.block_rows);
-    /* 64 K weights are about 2 us of reading: less is not worth waking another thread for. 1 M products are about 15 us. */
+    /* 64 K weights are about 2 us of reading: less is not worth waking another thread for. 1 M products are about 8 us. */
     const int64_t work = a->rows * a->out_features * a->in_features;
     const int threads = ae_parts(ctx, work, 65536);
     job.row_parts = (int)ae_max(1, ae_min(threads, a->rows / AE_ROWS_PER_THREAD));

@@ -5,20 +5,18 @@
 
 #include "quantised.h"
 
-/* Rows of tiles, rising. Where products come out of the instruction set, AVX2's 16 registers hold 6 rows x 2 integer sums,
+/* The most rows of a tile; there is one of every lower number, too. Where products come out of the instruction set, AVX2's 16 registers hold 6 rows x 2 integer sums,
  * two vectors of codes, one of x and one product. */
 #if AE_VL == 16 && AE_FAST_STEP
 #define AE_QR 8
-#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(4) CASE(8)
+#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #elif AE_FAST_STEP
 #define AE_QR 6
-#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(4) CASE(6)
+#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #else
 #define AE_QR 2
 #define AE_EACH_QR(CASE) CASE(1) CASE(2)
 #endif
-#define QR_ENTRY(MR) MR,
-static const int tile_rows[] = {AE_EACH_QR(QR_ENTRY)};
 
 /* Bytes of codes ahead of the one in use that a single tile asks for. */
 #define AE_AHEAD 2048
@@ -275,7 +273,7 @@ AE_EACH_QR(CODE_TILES)
      {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},                                                                  \
      {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR},                                                                    \
      {tile_AE_APART16_0_##MR, tile_AE_APART16_1_##MR}},
-/* [as in tile_rows][form][groups of 16] */
+/* [rows - 1][form][groups of 16] */
 static const code_tile_fn code_tiles[][AE_FORMS][2] = {AE_EACH_QR(TILE_ENTRIES)};
 
 #endif
