@@ -25,6 +25,7 @@ from aengine.engine.short_texts import ShortTexts
 from aengine.engine.sizing import free_bytes, in_flight_tokens
 from aengine.engine.spans import RequestSpans, load_spans
 from aengine.engine.text import TextProcessor, read_template
+from aengine.engine.touching import TouchAhead
 from aengine.engine.vocabulary import read_vocabulary
 from aengine.errors import ConfigError
 from aengine.memory import Pool
@@ -53,6 +54,7 @@ class Parts:
     make_runner: RunnerFactory
     report: StartupReport
     spans: RequestSpans | None = None
+    touching: TouchAhead | None = None
 
     def close(self) -> None:
         """End the worker threads; does not wait for what they are doing."""
@@ -86,8 +88,12 @@ def build(
 
     images = _images(files, made.vision, ledger)
     metrics = Metrics(model_name=made.names[0])
+    pool = Pool(made.pages)
+    touching = None
+    if made.touch is not None:
+        touching = TouchAhead(made.pages.arena_bytes, lambda: pool.spare.reached * made.pages.large_bytes, made.touch)
     cache = PrefixCache(
-        Pool(made.pages),
+        pool,
         weights_digest=weights_digest(files),
         enabled=config.cache.prefix_caching,
         in_flight_tokens=in_flight_tokens(config.scheduler),
@@ -118,7 +124,8 @@ def build(
         partial(read_vocabulary, tokenizer, made.vocab),
         partial(ShortTexts, tokenizer, made.vocab),
     )
-    return Parts(model, text, images, metrics, grammars, scheduler, made.make_runner, ledger.report(), spans)
+    report = ledger.report()
+    return Parts(model, text, images, metrics, grammars, scheduler, made.make_runner, report, spans, touching)
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Tokenizer, str | None]:

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from aengine.config import EngineConfig, usable_home
-from aengine.engine.ledger import Ledger, Made, served_names
+from aengine.engine.ledger import Ledger, Made, Touch, served_names
 from aengine.engine.page_groups import kv_dtype, plan_pages, table_columns
 from aengine.engine.sizing import free_bytes
 from aengine.errors import ConfigError
@@ -23,6 +23,7 @@ from aengine.runner.stream import ThreadStream
 
 if TYPE_CHECKING:
     from aengine.kernels.ops import Model, Ops
+    from aengine.memory.arena import Arena
 
 
 DRAFT_TOKENS = 8  # native kernels give a row the same bits whatever runs beside it, so drafts change no token
@@ -86,8 +87,26 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     names = served_names(config, files)
     drafts = 0 if ops.name == "reference" else DRAFT_TOKENS
     return Made(
-        names, pages, context, model.vocab_size, name, make_runner, vision, step_ms=STEP_MS, draft_tokens=drafts
+        names,
+        pages,
+        context,
+        model.vocab_size,
+        name,
+        make_runner,
+        vision,
+        step_ms=STEP_MS,
+        draft_tokens=drafts,
+        touch=_touching(ops, arena),
     )
+
+
+def _touching(ops: Ops, arena: Arena) -> Touch | None:
+    """None: these kernels cannot."""
+    from aengine.kernels.native import NativeOps
+
+    if not isinstance(ops, NativeOps):
+        return None
+    return lambda start, stop: ops.touch(arena.buffer[start:stop])
 
 
 def load_for_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> tuple[Ops, Model]:

@@ -23,6 +23,8 @@ from aengine.runner.protocol import Runner
 PhaseHook = Callable[[str, float], None]
 ProgressHook = Callable[[str, int, int], None]
 RunnerFactory = Callable[[asyncio.AbstractEventLoop], Runner]
+Touch = Callable[[int, int], None]
+"""Has the system give bytes [start, stop) of the KV arena; changes none of them."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class Made:
     vision: VisionConfig | None = None
     step_ms: float = 0.0
     draft_tokens: int = 0
+    touch: Touch | None = None
 
 
 def served_names(config: EngineConfig, files: ModelFiles) -> tuple[str, ...]:

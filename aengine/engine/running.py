@@ -1,7 +1,7 @@
 """What runs between an engine's start and its close.
 
-Owns: the core loop, whoever takes its outputs, and the watch, as supervised tasks; their end, in order; the collector's
-view of a loaded engine, and the threads' turns beside it.
+Owns: the core loop, whoever takes its outputs, the watch and what touches memory ahead, as supervised tasks; their end,
+in order; the collector's view of a loaded engine, and the threads' turns beside it.
 Does not know: loading, prompts, the phases that an engine tells.
 Invariants: every task is awaited in `close`; when one dies, every open stream ends with EngineDead and `died` is told,
 once for each.
@@ -71,6 +71,8 @@ class Running:
             asyncio.create_task(self._supervise(give_out), name="aengine-output"),
             asyncio.create_task(self._supervise(self.vitals.watch), name="aengine-watch"),
         ]
+        if parts.touching is not None:
+            self._tasks.append(asyncio.create_task(self._supervise(parts.touching.run), name="aengine-touch"))
 
     def settle(self, *, own_process: bool) -> None:
         """All that was loaded lives on: full collections need not walk it (they took 50 ms and more)."""

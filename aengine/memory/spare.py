@@ -1,6 +1,7 @@
 """Large pages that no group holds pages in, and how a slab becomes or stops being one.
 
-Owns: the stack of unowned slabs, the list of idle ones (oldest first), the count of closed ones.
+Owns: the stack of unowned slabs, the list of idle ones (oldest first), the count of closed ones, how far the arena has
+been used.
 Does not know: pages, names, the fence.
 Invariants: a slab is in the idle list exactly when it is idle; `free_active` and `cached_active` of its group count it
 exactly when it is active and not closed.
@@ -14,10 +15,12 @@ from aengine.memory.slabs import GroupSlabs, Slab
 class SpareSlabs:
     """`idle.next` has been idle longest. `closed`: emptied slabs that come back when the fence opens."""
 
-    __slots__ = ("closed", "idle", "idle_slabs", "unowned")
+    __slots__ = ("_reached", "_slabs", "closed", "idle", "idle_slabs", "unowned")
 
     def __init__(self, slabs: list[Slab]) -> None:
         self.unowned = slabs[:0:-1]  # slab 0 holds the null pages
+        self._slabs = slabs
+        self._reached = 1
         self.idle = Slab(-1)  # list head
         self.idle_slabs = 0
         self.closed = 0
@@ -26,6 +29,14 @@ class SpareSlabs:
     def count(self) -> int:
         """Large pages that any group may have, now or as soon as the fence opens."""
         return len(self.unowned) + self.idle_slabs + self.closed
+
+    @property
+    def reached(self) -> int:
+        """Large pages from the first on that have ever held anything. All behind them are as they came from the system:
+        the stack has used slabs above unused ones, and of those the first on top."""
+        while self._reached < len(self._slabs) and self._slabs[self._reached].element is not None:
+            self._reached += 1
+        return self._reached
 
     def activate(self, group: GroupSlabs, slab: Slab) -> None:
         """Idle -> active; the caller raises `live` right after."""

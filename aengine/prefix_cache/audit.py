@@ -115,3 +115,5 @@ def _audit_idle(pool: Pool) -> None:
     owned = sum(group.owned for group in pool.groups)
     assert owned + pool.unowned_slabs == pool.plan.usable, "slabs lost"
     assert pool.slabs[0].group == -1, "slab of the null pages in use"
+    unused = [slab.element is None for slab in pool.slabs[1:]]
+    assert unused == [slab.index >= pool.spare.reached for slab in pool.slabs[1:]], "used slabs behind unused ones"

@@ -404,6 +404,10 @@ AE_EXPORT int ae_abi(void);
 AE_EXPORT void *ae_alloc(int64_t bytes);
 AE_EXPORT void ae_free(void *, int64_t bytes);
 
+/* Has the system give the memory of `bytes` bytes from `p` on, which it does at the first write to each page. Changes none
+ * of them, whoever writes there meanwhile. */
+AE_EXPORT void ae_touch(void *p, int64_t bytes);
+
 AE_EXPORT int64_t ae_packed_bytes(const ae_context *, int64_t dtype, int64_t in_features, int64_t out_features);
 AE_EXPORT int ae_pack(ae_context *, const ae_pack_args *);
 

@@ -114,6 +114,14 @@ void *ae_alloc(int64_t bytes)
     return base + lead;
 }
 
+void ae_touch(void *p, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i += 4096) {
+        char zero = 0; /* untouched memory holds it, so that it is written; the rest stays as it is */
+        __atomic_compare_exchange_n((char *)p + i, &zero, 0, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    }
+}
+
 void ae_free(void *p, int64_t bytes)
 {
     if (p) munmap(p, (size_t)ae_round_up(bytes, AE_HUGE_PAGE));

@@ -81,6 +81,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     _declare(library, "ae_context_set_threads", ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     _declare(library, "ae_alloc", ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_free", None, ctypes.c_void_p, ctypes.c_int64)
+    _declare(library, "ae_touch", None, ctypes.c_void_p, ctypes.c_int64)
     _declare(library, "ae_packed_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3)
     _declare(library, "ae_codes_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3)
     _declare(library, "ae_scale_bytes", ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 5)

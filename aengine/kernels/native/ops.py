@@ -60,6 +60,11 @@ class NativeOps:
         """Takes effect before the next operation; changes no bit of any result."""
         self.context.set_threads(threads)
 
+    def touch(self, memory: Tensor) -> None:
+        """Has the system give the bytes of a contiguous tensor, which it else does at the first write to each page;
+        changes none of them. Holds neither the interpreter nor the context: other threads may write there."""
+        self.context.library.ae_touch(memory.data_ptr(), memory.nbytes)
+
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for an output."""
         return torch.empty(tuple(shape), dtype=dtype)
