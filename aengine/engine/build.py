@@ -89,9 +89,6 @@ def build(
     images = _images(files, made.vision, ledger)
     metrics = Metrics(model_name=made.names[0])
     pool = Pool(made.pages)
-    touching = None
-    if made.touch is not None:
-        touching = TouchAhead(made.pages.arena_bytes, lambda: pool.spare.reached * made.pages.large_bytes, made.touch)
     cache = PrefixCache(
         pool,
         weights_digest=weights_digest(files),
@@ -108,6 +105,14 @@ def build(
         drafter=drafter,
         step_s=(made.step_ms if config.scheduler.step_ms is None else config.scheduler.step_ms) / 1e3,
     )
+    touching = None
+    if made.touch is not None:
+        touching = TouchAhead(
+            made.pages.arena_bytes,
+            used=lambda: pool.spare.reached * made.pages.large_bytes,
+            busy=lambda: scheduler.has_unfinished,
+            touch=made.touch,
+        )
     model = ModelInfo(
         names=made.names,
         max_model_len=made.context,

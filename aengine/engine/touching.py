@@ -26,19 +26,21 @@ PIECE = 4 * 2**20
 
 
 class TouchAhead:
-    """Of an arena of `size` bytes, the first `used()` of them used, as many again are kept ready: READY_LEAST at least,
-    READY_MOST at most."""
+    """Of an arena of `size` bytes, the first `used()` of them used, READY_LEAST more are kept ready; while nothing runs,
+    for `busy()` is False, as many again as are used, READY_MOST at most."""
 
-    def __init__(self, size: int, used: Callable[[], int], touch: Touch) -> None:
+    def __init__(self, size: int, used: Callable[[], int], busy: Callable[[], bool], touch: Touch) -> None:
         self._size = size
         self._used = used
+        self._busy = busy
         self._touch = touch
         self.touched = 0
 
     def goal(self) -> int:
         """Bytes from the first on that should be ready now."""
         used = self._used()
-        return min(self._size, used + max(READY_LEAST, min(READY_MOST, used)))
+        ready = READY_LEAST if self._busy() else max(READY_LEAST, min(READY_MOST, used))
+        return min(self._size, used + ready)
 
     async def run(self) -> None:
         """Until all is touched."""

@@ -31,24 +31,27 @@ async def until(condition) -> None:
 
 
 @pytest.mark.parametrize(
-    ("used", "size", "goal"),
+    ("used", "size", "idle", "busy"),
     [
-        (0, 4096 * MIB, READY_LEAST),
-        (100 * MIB, 4096 * MIB, 100 * MIB + READY_LEAST),
-        (500 * MIB, 4096 * MIB, 1000 * MIB),
-        (3000 * MIB, 8192 * MIB, 3000 * MIB + READY_MOST),
-        (3000 * MIB, 3100 * MIB, 3100 * MIB),
-        (0, 5 * MIB + 1, 5 * MIB + 1),
+        (0, 4096 * MIB, READY_LEAST, READY_LEAST),
+        (100 * MIB, 4096 * MIB, 100 * MIB + READY_LEAST, 100 * MIB + READY_LEAST),
+        (500 * MIB, 4096 * MIB, 1000 * MIB, 500 * MIB + READY_LEAST),
+        (3000 * MIB, 8192 * MIB, 3000 * MIB + READY_MOST, 3000 * MIB + READY_LEAST),
+        (3000 * MIB, 3100 * MIB, 3100 * MIB, 3100 * MIB),
+        (0, 5 * MIB + 1, 5 * MIB + 1, 5 * MIB + 1),
     ],
 )
-def test_as_much_again_as_is_used_is_kept_ready_within_bounds(used, size, goal):
-    assert TouchAhead(size, lambda: used, lambda start, stop: None).goal() == goal
+def test_as_much_again_as_is_used_is_kept_ready_within_bounds(used, size, idle, busy):
+    def goal(running: bool) -> int:
+        return TouchAhead(size, lambda: used, lambda: running, lambda start, stop: None).goal()
+
+    assert (goal(False), goal(True)) == (idle, busy)
 
 
 async def test_the_goal_is_followed_piece_by_piece_without_a_gap(monkeypatch):
     monkeypatch.setattr(touching, "LOOK_EVERY_S", 0.001)
     arena = Arena()
-    ahead = TouchAhead(2048 * MIB + 5, lambda: arena.used, arena.touch)
+    ahead = TouchAhead(2048 * MIB + 5, lambda: arena.used, lambda: False, arena.touch)
     task = asyncio.create_task(ahead.run())
     await until(lambda: ahead.touched >= READY_LEAST)
     await asyncio.sleep(0.02)
@@ -72,7 +75,7 @@ async def test_its_thread_has_ended_when_it_is_cancelled():
         loop.call_soon_threadsafe(busy.set)
         time.sleep(0.05)
 
-    task = asyncio.create_task(TouchAhead(64 * PIECE, lambda: 64 * PIECE, touch).run())
+    task = asyncio.create_task(TouchAhead(64 * PIECE, lambda: 64 * PIECE, lambda: False, touch).run())
     await asyncio.wait_for(busy.wait(), 10)
     assert any(thread.name.startswith("aengine-touch") for thread in threading.enumerate())
     task.cancel()
