@@ -26,8 +26,8 @@ PIECE = 4 * 2**20
 
 
 class TouchAhead:
-    """Of an arena of `size` bytes, the first `used()` of them used, READY_LEAST more are kept ready; while nothing runs,
-    for `busy()` is False, as many again as are used, READY_MOST at most."""
+    """Of an arena of `size` bytes, the first `used()` of them used, READY_LEAST more are kept ready; while nothing runs
+    (`busy()` is False) as many again as are used, READY_MOST at most."""
 
     def __init__(self, size: int, used: Callable[[], int], busy: Callable[[], bool], touch: Touch) -> None:
         self._size = size
