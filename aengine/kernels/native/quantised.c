@@ -5,9 +5,10 @@
  * rising, two fused multiply-adds each (a group of 16 inputs: per half unit), begun with the same sum of the row's second
  * codes. A lane is an output and owns this chain, so that no bit depends on how many rows stand beside it or who computes it.
  *
- * Few rows: one tile or two pass over the packed codes as they stream in, and take them apart themselves. Many: a run of units of
- * a panel is taken apart into a scratch that stays in the first-level cache while the tiles of a block of rows read it,
- * then the next run. As in gemm.c, threads split the panels when there are few rows and the rows when there are many.
+ * Few rows: one tile to three pass over the packed codes as they stream in, and take them apart themselves. Many: a run
+ * of units of a panel is taken apart into a scratch that stays in the first-level cache while the tiles of a block of rows
+ * read it, then the next run. As in gemm.c, threads split the panels when there are few rows and the rows when there are
+ * many.
  */
 #include "activations.h"
 #include "internal.h"
@@ -126,7 +127,7 @@ typedef struct {
 
 static code_segment segment_of(const code_job *job, const ae_segment *s, int64_t out, int64_t rows)
 {
-    const int wide = is_wide(s), apart = rows > 3 * AE_QR;
+    const int wide = is_wide(s), apart = rows > AE_FEW;
     return (code_segment){
         .of = s,
         .out = out,
@@ -275,14 +276,14 @@ static void panel_rows(const code_job *job, const code_segment *of, int64_t pane
         code_run b = of->apart ? taken_apart(job, &packed, s, scratch) : packed;
         const uint8_t *next = packed.codes + bytes;
         for (int64_t done = 0, mr; done < rows; done += mr) {
-            mr = ae_ceil_div(rows - done, ae_ceil_div(rows - done, AE_QR)); /* 4 and 4 rather than 6 and 2 */
+            mr = ae_ceil_div(rows - done, ae_ceil_div(rows - done, AE_QR)); /* equal ones: 4 and 4, not 6 and 2 */
             for (int64_t i = 0; u == 0 && i < mr; i++)
                 __builtin_prefetch((char *)a->y + output_at(a, row + done + i, out), 1, 2);
             fetch(next, ahead * done, ahead * (done + mr));
             const ae_x_unit *x = job->x.x + (row + done) * job->x.at.stride + (of->wide ? job->x.at.wide : 0) + u;
             float *c = sums + (longest < job->units ? done * AE_PANEL : 0);
             if (u == 0 && !of->wide) seconds_of(job, s, &packed, row + done, mr, c);
-            code_tiles[mr - 1][of->form][s->group == 16](&b, x, job->x.at.stride, c);
+            code_tiles[of->form][mr][s->group == 16](&b, x, job->x.at.stride, c);
             b.streams = 0;
             const float *factor = of->wide ? NULL : job->x.factor + row + done;
             if (u + units == job->units) store_rows(a, row + done, mr, out, width, factor, c);

@@ -5,18 +5,23 @@
 
 #include "quantised.h"
 
-/* The most rows of a tile; there is one of every lower number, too. Where products come out of the instruction set, AVX2's 16 registers hold 6 rows x 2 integer sums,
- * two vectors of codes, one of x and one product. */
+/* The most rows of a tile. Where products come out of the instruction set, AVX2's 16 registers hold 6 rows x 2 integer
+ * sums, two vectors of codes, one of x and one product. Few rows come in tiles of any number. Many, over AE_FEW, are cut
+ * into equal tiles, which have no fewer than 4 of 6 or 6 of 8 rows. */
 #if AE_VL == 16 && AE_FAST_STEP
 #define AE_QR 8
-#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#define AE_EACH_FEW(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#define AE_EACH_MANY(CASE) CASE(6) CASE(7) CASE(8)
 #elif AE_FAST_STEP
 #define AE_QR 6
-#define AE_EACH_QR(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define AE_EACH_FEW(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define AE_EACH_MANY(CASE) CASE(4) CASE(5) CASE(6)
 #else
 #define AE_QR 2
-#define AE_EACH_QR(CASE) CASE(1) CASE(2)
+#define AE_EACH_FEW(CASE) CASE(1) CASE(2)
+#define AE_EACH_MANY(CASE) CASE(1) CASE(2)
 #endif
+#define AE_FEW (3 * AE_QR)
 
 /* Bytes of codes ahead of the one in use that a single tile asks for. */
 #define AE_AHEAD 2048
@@ -264,16 +269,22 @@ typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, 
     {                                                                                                                 \
         code_tile(MR, FORM, HALVES, b, x, ldx, c);                                                                    \
     }
-#define CODE_TILES(MR)                                                                                                \
-    CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_BYTES4, 0, MR) CODE_TILE(AE_BYTES4, 1, MR) \
-    CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR) CODE_TILE(AE_APART16, 0, MR) CODE_TILE(AE_APART16, 1, MR)
-AE_EACH_QR(CODE_TILES)
-#define TILE_ENTRIES(MR)                                                                                              \
-    {{tile_AE_PACKED4_0_##MR, tile_AE_PACKED4_1_##MR},                                                                \
-     {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},                                                                  \
-     {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR},                                                                    \
-     {tile_AE_APART16_0_##MR, tile_AE_APART16_1_##MR}},
-/* [rows - 1][form][groups of 16] */
-static const code_tile_fn code_tiles[][AE_FORMS][2] = {AE_EACH_QR(TILE_ENTRIES)};
+#define FEW_TILES(MR)                                                                                                 \
+    CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR)
+#define MANY_TILES(MR)                                                                                                \
+    CODE_TILE(AE_BYTES4, 0, MR) CODE_TILE(AE_BYTES4, 1, MR) CODE_TILE(AE_APART16, 0, MR) CODE_TILE(AE_APART16, 1, MR)
+AE_EACH_FEW(FEW_TILES)
+AE_EACH_MANY(MANY_TILES)
+#define PACKED4_ENTRY(MR) [MR] = {tile_AE_PACKED4_0_##MR, tile_AE_PACKED4_1_##MR},
+#define BYTES4_ENTRY(MR) [MR] = {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},
+#define WIDE8_ENTRY(MR) [MR] = {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR},
+#define APART16_ENTRY(MR) [MR] = {tile_AE_APART16_0_##MR, tile_AE_APART16_1_##MR},
+/* [form][rows][groups of 16] */
+static const code_tile_fn code_tiles[AE_FORMS][AE_QR + 1][2] = {
+    [AE_PACKED4] = {AE_EACH_FEW(PACKED4_ENTRY)},
+    [AE_BYTES4] = {AE_EACH_MANY(BYTES4_ENTRY)},
+    [AE_WIDE8] = {AE_EACH_FEW(WIDE8_ENTRY)},
+    [AE_APART16] = {AE_EACH_MANY(APART16_ENTRY)},
+};
 
 #endif
