@@ -46,8 +46,10 @@ typedef struct {
     ae_x_unit *x;
     float *factor;            /* by row, of its int8 units */
     ae_x_unit *second;        /* second codes, [row][units] */
-    const ae_x_unit **listed; /* all there are, rows rising */
-    int64_t *ends;            /* by row, where they end in that list; while rows are rounded, how many there are */
+    int64_t *counts;          /* by row, how many there are */
+    const ae_x_unit **listed; /* all there are, places rising, and of a place rows rising */
+    int64_t *ends;            /* where those of a place end in that list, of every place that has any */
+    int64_t places;
     x_layout at;
 } quantise_job;
 
@@ -62,22 +64,30 @@ static void quantise_part(void *arg, int part, int parts)
         const int64_t units = job->at.units;
         ae_x_unit *second = job->second + r * units;
         if (job->at.has_narrow)
-            job->factor[r] = bf16 ? quantise_narrow(from, 1, n, r, to, second, job->ends + r)
-                                  : quantise_narrow(from, 0, n, r, to, second, job->ends + r);
+            job->factor[r] = bf16 ? quantise_narrow(from, 1, n, r, to, second, job->counts + r)
+                                  : quantise_narrow(from, 0, n, r, to, second, job->counts + r);
         if (!job->at.has_wide) continue;
         to += job->at.wide;
         bf16 ? quantise_wide(from, 1, n, to, units) : quantise_wide(from, 0, n, to, units);
     }
 }
 
-static void list_seconds(const quantise_job *job)
+/* Rows that are far from the rest are so at the same few places, whose weights then serve all of them at once. */
+static void list_seconds(quantise_job *job)
 {
-    int64_t end = 0;
-    for (int64_t r = 0; r < job->args->rows; r++) {
-        const ae_x_unit *second = job->second + r * job->at.units;
-        for (int64_t i = job->ends[r]; i > 0; i--) job->listed[end++] = second++;
-        job->ends[r] = end;
-    }
+    const int64_t rows = job->args->rows, units = job->at.units;
+    int64_t *at = job->ends, total = 0;
+    memset(at, 0, (size_t)units * sizeof *at);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < job->counts[r]; i++) at[job->second[r * units + i].offsets[0]]++;
+    for (int64_t u = 0; u < units; u++) total += at[u], at[u] = total - at[u];
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < job->counts[r]; i++) {
+            const ae_x_unit *second = &job->second[r * units + i];
+            job->listed[at[second->offsets[0]]++] = second;
+        }
+    for (int64_t u = 0, end = 0; u < units; u++)
+        if (at[u] > end) end = job->ends[job->places++] = at[u];
 }
 
 /* Rounds all rows of x, in memory of the pool's. */
@@ -87,15 +97,17 @@ static int quantise(ae_context *ctx, const ae_linear_args *a, quantise_job *job)
     job->at = x_layout_of(a->weight, a->in_features);
     const int64_t lines = a->rows * job->at.stride, second = job->at.has_narrow ? a->rows * job->at.units : 0;
     const size_t bytes = (size_t)(lines + second) * sizeof *job->x + (size_t)second * sizeof *job->listed +
-                         (size_t)a->rows * (sizeof *job->ends + sizeof *job->factor);
+                         (size_t)(a->rows + job->at.units) * sizeof *job->ends + (size_t)a->rows * sizeof *job->factor;
     job->x = ae_pool_scratch(ctx->pool, AE_SHARED_A, bytes);
     if (!job->x) return AE_NO_MEMORY;
     job->second = job->x + lines;
     job->listed = (const ae_x_unit **)(job->second + second);
     job->ends = (int64_t *)(job->listed + second);
-    job->factor = (float *)(job->ends + a->rows);
+    job->counts = job->ends + job->at.units;
+    job->factor = (float *)(job->counts + a->rows);
     /* 8 K activations are about 4 us. */
     ae_pool_run(ctx->pool, quantise_part, job, ae_row_parts(ctx, a->rows, a->in_features, 8192));
+    job->places = 0;
     if (job->at.has_narrow) list_seconds(job);
     return AE_OK;
 }
@@ -251,13 +263,37 @@ static void store_rows(const ae_linear_args *a, int64_t row, int64_t rows, int64
         bias ? store_whole(a, row, rows, out, 0, 1, factor, c) : store_whole(a, row, rows, out, 0, 0, factor, c);
 }
 
+/* The first of list [from, to), whose rows rise, that is not of a row before `row`. */
+static int64_t first_of_row(const ae_x_unit *const *list, int64_t from, int64_t to, int64_t row)
+{
+    while (from < to) {
+        const int64_t middle = (from + to) / 2;
+        if (list[middle]->offsets[1] < row)
+            from = middle + 1;
+        else
+            to = middle;
+    }
+    return from;
+}
+
 /* c [rows][AE_PANEL] = the product of second codes of the rows [row, row + rows) with the panel that begins at b. */
 static void seconds_of(const code_job *job, const ae_segment *s, const code_run *b, int64_t row, int64_t rows, float *c)
 {
     const ae_x_unit *const *list = job->x.listed;
-    const int64_t from = row ? job->x.ends[row - 1] : 0, to = job->x.ends[row + rows - 1];
+    const int whole = rows == job->args->rows;
     memset(c, 0, (size_t)(rows * AE_PANEL) * sizeof *c);
-    second_products[s->group == 16](b, list + from, list + to, row, c);
+    for (int64_t i = 0, next = 0, from, to; i < job->x.places; i++) {
+        from = next;
+        to = next = job->x.ends[i];
+        if (!whole) {
+            from = first_of_row(list, from, to, row);
+            to = first_of_row(list, from, to, row + rows);
+        }
+        for (int size = 0; from < to; from += second_tiles[size].units) {
+            while (second_tiles[size].units > to - from) size++;
+            second_tiles[size].tile[s->group == 16](b, list + from, row, c);
+        }
+    }
 }
 
 /* One panel by the rows [row, row + rows). */
@@ -275,14 +311,14 @@ static void panel_rows(const code_job *job, const code_segment *of, int64_t pane
         const code_run packed = run_at(job, of, panel, u, units);
         code_run b = of->apart ? taken_apart(job, &packed, s, scratch) : packed;
         const uint8_t *next = packed.codes + bytes;
+        if (u == 0 && !of->wide) seconds_of(job, s, &packed, row, rows, sums);
         for (int64_t done = 0, mr; done < rows; done += mr) {
             mr = ae_ceil_div(rows - done, ae_ceil_div(rows - done, AE_QR)); /* equal ones: 4 and 4, not 6 and 2 */
             for (int64_t i = 0; u == 0 && i < mr; i++)
                 __builtin_prefetch((char *)a->y + output_at(a, row + done + i, out), 1, 2);
             fetch(next, ahead * done, ahead * (done + mr));
             const ae_x_unit *x = job->x.x + (row + done) * job->x.at.stride + (of->wide ? job->x.at.wide : 0) + u;
-            float *c = sums + (longest < job->units ? done * AE_PANEL : 0);
-            if (u == 0 && !of->wide) seconds_of(job, s, &packed, row + done, mr, c);
+            float *c = sums + done * AE_PANEL;
             code_tiles[of->form][mr][s->group == 16](&b, x, job->x.at.stride, c);
             b.streams = 0;
             const float *factor = of->wide ? NULL : job->x.factor + row + done;

@@ -12,14 +12,17 @@
 #define AE_QR 8
 #define AE_EACH_FEW(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #define AE_EACH_MANY(CASE) CASE(6) CASE(7) CASE(8)
+#define AE_EACH_SECOND(CASE) CASE(8) CASE(4) CASE(2) CASE(1)
 #elif AE_FAST_STEP
 #define AE_QR 6
 #define AE_EACH_FEW(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #define AE_EACH_MANY(CASE) CASE(4) CASE(5) CASE(6)
+#define AE_EACH_SECOND(CASE) CASE(6) CASE(4) CASE(2) CASE(1)
 #else
 #define AE_QR 2
 #define AE_EACH_FEW(CASE) CASE(1) CASE(2)
 #define AE_EACH_MANY(CASE) CASE(1) CASE(2)
+#define AE_EACH_SECOND(CASE) CASE(2) CASE(1)
 #endif
 #define AE_FEW (3 * AE_QR)
 
@@ -217,50 +220,57 @@ AE_INLINE void code_tile(const int mr, const int form, const int halves, const c
         for (int k = 0; k < 2; k++) vf_store(c + (i * 2 + k) * AE_VL, acc[i][k]);
 }
 
-/* c [row - first][outputs of the panel] += the product of second codes, of units and rows as they say, with a panel that
- * begins at b. */
-AE_INLINE void add_second(const int halves, const code_run *b, const ae_x_unit *const *from, const ae_x_unit *const *to,
-                          int64_t first, float *c)
+/* c [row - first][outputs of the panel] += the product of mr units of second codes, at the same place of rows as they
+ * say, with a panel that begins at b. */
+AE_INLINE void second_tile(const int mr, const int halves, const code_run *b, const ae_x_unit *const *x, int64_t first,
+                           float *c)
 {
-    const int64_t groups = halves ? 2 : 1, scale_bytes = AE_PANEL * (b->f16 ? 2 : 4);
-    for (; from < to; from++) {
-        const ae_x_unit *x = *from;
-        __builtin_prefetch(from[from + 1 < to]);
-        const uint8_t *codes = b->codes + x->offsets[0] * form_bytes(AE_PACKED4);
-        const char *scale = b->scale + x->offsets[0] / (int32_t)b->group_units * groups * scale_bytes;
-        const vu scale_x = unit_scale(AE_PACKED4, x);
-        float *at = c + (x->offsets[1] - first) * AE_PANEL;
-        vi sums[2];
+    const int64_t unit = x[0]->offsets[0], groups = halves ? 2 : 1, scale_bytes = AE_PANEL * (b->f16 ? 2 : 4);
+    const uint8_t *codes = b->codes + unit * form_bytes(AE_PACKED4);
+    const char *scale = b->scale + unit / b->group_units * groups * scale_bytes;
+    vi sums[AE_QR][2];
+    AE_UNROLL
+    for (int h = 0; h < 2; h++) {
         AE_UNROLL
-        for (int h = 0; h < 2; h++) {
-            if (h == 0 || halves) sums[0] = sums[1] = (vi){0};
-            AE_UNROLL_STEPS
-            for (int j = 4 * h; j < 4 * h + 4; j++) {
-                vu w0, w1;
-                load_codes(codes, AE_PACKED4, j, 0, &w0, &w1);
-                add_step(0, &sums[0], &sums[1], w0, w1, four_codes(x->code + 4 * j));
-            }
-            if (h == 0 && !halves) continue;
-            for (int k = 0; k < 2; k++) {
-                const vf of_256 = load_scale(scale, k, b->f16) * vf_set1(0x1p-8f);
-                vf_store(at + k * AE_VL, add_scaled(AE_PACKED4, sums[k], scale_x, of_256, vf_load(at + k * AE_VL)));
-            }
-            scale += scale_bytes; /* of halves */
+        for (int i = 0; i < mr; i++)
+            if (h == 0 || halves) sums[i][0] = sums[i][1] = (vi){0};
+        AE_UNROLL_STEPS
+        for (int j = 4 * h; j < 4 * h + 4; j++) {
+            vu w0, w1;
+            load_codes(codes, AE_PACKED4, j, 0, &w0, &w1);
+            AE_UNROLL
+            for (int i = 0; i < mr; i++)
+                add_step(0, &sums[i][0], &sums[i][1], w0, w1, four_codes(x[i]->code + 4 * j));
         }
+        if (h == 0 && !halves) continue;
+        vf of_256[2];
+        for (int k = 0; k < 2; k++) of_256[k] = load_scale(scale, k, b->f16) * vf_set1(0x1p-8f);
+        AE_UNROLL
+        for (int i = 0; i < mr; i++) {
+            const vu scale_x = unit_scale(AE_PACKED4, x[i]);
+            float *at = c + (x[i]->offsets[1] - first) * AE_PANEL;
+            for (int k = 0; k < 2; k++, at += AE_VL)
+                vf_store(at, add_scaled(AE_PACKED4, sums[i][k], scale_x, of_256[k], vf_load(at)));
+        }
+        scale += scale_bytes; /* of halves */
     }
 }
 
-typedef void (*second_fn)(const code_run *b, const ae_x_unit *const *from, const ae_x_unit *const *to, int64_t first,
-                          float *c);
-#define SECOND(HALVES)                                                                                                \
-    static void second_##HALVES(const code_run *b, const ae_x_unit *const *from, const ae_x_unit *const *to,          \
-                                int64_t first, float *c)                                                              \
+typedef void (*second_fn)(const code_run *b, const ae_x_unit *const *x, int64_t first, float *c);
+#define SECOND(HALVES, MR)                                                                                            \
+    static __attribute__((noinline)) void second_##HALVES##_##MR(const code_run *b, const ae_x_unit *const *x,        \
+                                                                 int64_t first, float *c)                             \
     {                                                                                                                 \
-        add_second(HALVES, b, from, to, first, c);                                                                    \
+        second_tile(MR, HALVES, b, x, first, c);                                                                      \
     }
-SECOND(0)
-SECOND(1)
-static const second_fn second_products[] = {second_0, second_1}; /* [groups of 16] */
+#define SECONDS(MR) SECOND(0, MR) SECOND(1, MR)
+AE_EACH_SECOND(SECONDS)
+#define SECOND_ENTRY(MR) {MR, {second_0_##MR, second_1_##MR}},
+/* Numbers of units, falling, and tiles of so many: [groups of 16]. */
+static const struct {
+    int units;
+    second_fn tile[2];
+} second_tiles[] = {AE_EACH_SECOND(SECOND_ENTRY)};
 
 typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, float *c);
 #define CODE_TILE(FORM, HALVES, MR)                                                                                   \
