@@ -106,7 +106,7 @@ class SchedulerConfig:
     speculate: int | None = _setting(
         None,
         "most draft tokens a row brings to a step, copied from where its text seems to repeat itself, kept as far as "
-        "they are right; 0 or off: none; unset or auto: 8 with native CPU kernels, else none",
+        "they are right; 0 or off: none; unset or auto: 12 with native CPU kernels, else none",
     )
     multi_step: int = _setting(
         1,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aengine.memory.arena import Arena
 
 
-DRAFT_TOKENS = 8  # native kernels give a row the same bits whatever runs beside it, so drafts change no token
+DRAFT_TOKENS = 12  # native kernels give a row the same bits whatever runs beside it, so drafts change no token
 STEP_MS = 100.0  # at full speed a long prompt would hold everybody's next token for seconds
 
 

@@ -4,7 +4,8 @@ Owns: `StepCosts`: seconds on the device by number of positions, and the seconds
 for the one before it.
 Does not know: clocks (it is told when steps began and ended), rows, why somebody asks.
 Invariants: the same calls give the same answers. A step is a level, how fast the machine is now, times a ratio, how
-its size compares with others; the level follows quickly, ratios slowly. Sizes never seen lie between those seen.
+its size compares with others; the level follows quickly, ratios slowly. A size takes no longer than a greater one: what
+seems so was disturbed. Sizes never seen lie between those seen, a little lower, so that they are tried.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ LEVEL_RATE = 0.2  # of a deviation that the level takes up
 RATIO_RATE = 0.04  # of it that the ratio does, once it rests on some measurements
 OUTLIER = 3.0  # a step counts as at most so many times what was expected: others use the machine too
 WAIT_RATE = 0.1
+CURIOSITY = 0.9  # of what a size never seen should take, going by those around it
 HOPE = 0.5  # beyond all sizes seen a position costs this part of an average one: it is tried, and then known
 
 
@@ -26,6 +28,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._level = 0.0
         self._ratios: dict[int, float] = {}  # by index of SIZES
+        self._least: dict[int, float] = {}  # likewise, of it and all greater ones
         self._counts: dict[int, int] = {}
         self._known: list[int] = []  # the indices, rising
         self._idle_s = [0.0, 0.0]  # before steps that were launched behind another, and before those that waited
@@ -62,30 +65,33 @@ class StepCosts:
             self._ratios[index] = seconds / self._level
             self._counts[index] = 1
             self._known.insert(bisect_left(self._known, index), index)
-            return
-        self._counts[index] += 1
-        off = seconds / (self._level * self._ratios[index])
-        off = min(max(off, 1 / OUTLIER), OUTLIER)
-        self._level *= math.pow(off, LEVEL_RATE)
-        self._ratios[index] *= math.pow(off, max(RATIO_RATE, (1 - LEVEL_RATE) / self._counts[index]))
+        else:
+            self._counts[index] += 1
+            off = seconds / (self._level * self._ratios[index])
+            off = min(max(off, 1 / OUTLIER), OUTLIER)
+            self._level *= math.pow(off, LEVEL_RATE)
+            self._ratios[index] *= math.pow(off, max(RATIO_RATE, (1 - LEVEL_RATE) / self._counts[index]))
+        least = math.inf
+        for known in reversed(self._known):
+            least = self._least[known] = min(least, self._ratios[known])
 
     def step_s(self, positions: int) -> float:
         """Seconds on the device of a step of so many positions; only when something is `known`."""
         index = _index(positions)
-        ratio = self._ratios.get(index)
+        ratio = self._least.get(index)
         if ratio is not None:
             return self._level * ratio * positions / SIZES[index]
         after = bisect_left(self._known, index)
         if after == 0:  # smaller than all seen: a step's own cost is not known, so it may be all
             first = self._known[0]
-            return self._level * self._ratios[first] * (1 - HOPE * (1 - positions / SIZES[first]))
+            return self._level * self._least[first] * (1 - HOPE * (1 - positions / SIZES[first]))
         low = self._known[after - 1]
-        at, low_ratio = SIZES[low], self._ratios[low]
+        at, low_ratio = SIZES[low], self._least[low]
         if after == len(self._known):
             return self._level * low_ratio * (1 + HOPE * (positions - at) / at)
         high = self._known[after]
-        slope = max(0.0, self._ratios[high] - low_ratio) / (SIZES[high] - at)
-        return self._level * (low_ratio + slope * (positions - at))
+        slope = (self._least[high] - low_ratio) / (SIZES[high] - at)
+        return self._level * max(low_ratio, CURIOSITY * (low_ratio + slope * (positions - at)))
 
 
 def _follows(plan: StepPlan, before: StepPlan) -> bool:

@@ -109,17 +109,37 @@ def test_chances_are_how_often_predictions_were_right() -> None:
 # ---- costs
 
 
+def took(step: int, seconds: float) -> StepResult:
+    return StepResult(step, ids(0).reshape(1, 1), ids(1), device_s=seconds)
+
+
 def test_costs_of_sizes_are_found_in_noise_and_follow_a_machine_that_slows_down() -> None:
     rng, costs = np.random.default_rng(0), StepCosts()
     for speed in (1.0, 2.0):
         for step in range(1, 600):
             positions = (1, 2, 4, 100)[step % 4]
             took_s = speed * 0.005 * (1 + 0.15 * (positions - 1)) * float(rng.uniform(0.9, 1.2))
-            made = StepResult(step, ids(0).reshape(1, 1), ids(1), device_s=took_s)
-            costs.observe(plan_of(step, positions), made, waited=False)
+            costs.observe(plan_of(step, positions), took(step, took_s), waited=False)
         assert costs.step_s(1) == pytest.approx(speed * 0.00525, rel=0.2)
         assert costs.step_s(4) / costs.step_s(1) == pytest.approx(1.45, rel=0.1)
         assert costs.step_s(2) < costs.step_s(3) < costs.step_s(4) < costs.step_s(50) < costs.step_s(100)
+
+
+def test_a_size_that_seemed_to_take_longer_than_a_greater_one_was_disturbed() -> None:
+    costs = StepCosts()
+    for step, (positions, seconds) in enumerate([(1, 0.005), (3, 0.02), (4, 0.01), (8, 0.02), (16, 0.015)]):
+        costs.observe(plan_of(step, positions), took(step, seconds), waited=False)
+    assert costs.step_s(3) == costs.step_s(4) < costs.step_s(8) == costs.step_s(16)
+
+
+def test_sizes_never_seen_are_tried_for_they_promise_a_little_more_than_those_around_them() -> None:
+    costs = StepCosts()
+    for step, positions in enumerate([1, 9]):
+        costs.observe(plan_of(step, positions), took(step, 0.01 * positions), waited=False)
+    level = costs.step_s(1)
+    assert costs.step_s(9) == pytest.approx(9 * level)
+    for positions in range(2, 9):
+        assert costs.step_s(positions) == pytest.approx(0.9 * positions * level)
 
 
 def test_only_waiting_for_a_step_counts_as_waiting() -> None:
