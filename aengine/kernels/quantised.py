@@ -57,6 +57,18 @@ class Quantised:
         return self.codes.dtype is torch.float8_e4m3fn
 
     @property
+    def fits_five(self) -> bool:
+        """Whether codes of 8 bits are of 5 alone: -16 .. 15, or 0 .. 31 above a minimum. Most show it in a few rows."""
+        if self.bits != 8 or self.floating:
+            return False
+        least, most = (-16, 15) if self.minimum is None else (0, 31)
+        for codes in (self.codes[:8], self.codes):
+            low, high = codes.aminmax()
+            if int(low) < least or int(high) > most:
+                return False
+        return True
+
+    @property
     def shape(self) -> tuple[int, int]:
         return int(self.codes.shape[0]), int(self.codes.shape[1])
 

@@ -82,12 +82,14 @@ def round_narrow(x: Tensor) -> Rounded:
 def linear_quantised(x: Tensor, parts: Sequence[Quantised], bias: Tensor | None = None) -> Tensor:
     """x [T, in] by the weight that `parts` make up -> fp32 [T, out].
 
-    Activations have 16 bits before codes of 8 bits, 8 bits elsewhere; of the latter, units whose scale stands out in
-    their row have second codes.
+    Activations have 16 bits before codes of 8 bits, 8 bits before those of 4 and 5; of the latter, units whose scale
+    stands out in their row have second codes.
     """
     if parts[0].order is not None:
         x = x.index_select(1, parts[0].order)
-    y = torch.cat([_part(round_wide(x) if part.bits == 8 else round_narrow(x), part) for part in parts], -1)
+    wide = [part.bits == 8 and not part.fits_five for part in parts]
+    rounded = {of: round_wide(x) if of else round_narrow(x) for of in set(wide)}
+    y = torch.cat([_part(rounded[of], part) for of, part in zip(wide, parts, strict=True)], -1)
     return y if bias is None else y + bias.float()
 
 

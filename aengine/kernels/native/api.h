@@ -41,7 +41,7 @@ typedef struct {
     void *codes;
     void *scale;
     void *minimum; /* NULL: zero */
-    int64_t bits, group, scale_dtype; /* 4 or 8; scale and minimum fp32 or fp16 */
+    int64_t bits, group, scale_dtype; /* 4, 5 or 8; scale and minimum fp32 or fp16 */
     int64_t out_features;
 } ae_segment;
 

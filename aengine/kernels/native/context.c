@@ -134,7 +134,7 @@ int64_t ae_packed_bytes(const ae_context *ctx, int64_t dtype, int64_t in_feature
 
 int64_t ae_codes_bytes(const ae_context *ctx, int64_t bits, int64_t in_features, int64_t out_features)
 {
-    return ae_round_up(out_features, ctx->kernels->code_panel) * ae_round_up(in_features, 32) * bits / 8;
+    return ae_round_up(out_features, ctx->kernels->code_panel) * ae_round_up(in_features, 32) * (bits == 4 ? 4 : 8) / 8;
 }
 
 int64_t ae_scale_bytes(const ae_context *ctx, int64_t bits, int64_t group, int64_t scale_dtype, int64_t in_features,

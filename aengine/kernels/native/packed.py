@@ -135,7 +135,7 @@ class _Segment:
         values = [value.contiguous() for value in values]
         codes = part.codes if part.codes.stride(1) == 1 else part.codes.contiguous()
         minimum = values[1] if len(values) == 2 else None
-        return _Segment(codes, values[0], minimum, group, part.bits)
+        return _Segment(codes, values[0], minimum, group, 5 if part.fits_five else part.bits)
 
     @property
     def scale_dtype(self) -> int:

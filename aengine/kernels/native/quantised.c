@@ -145,7 +145,10 @@ static code_segment segment_of(const code_job *job, const ae_segment *s, int64_t
         .out = out,
         .groups = code_groups(job->args->in_features, s->group),
         .group_units = ae_max(1, s->group / AE_UNIT),
-        .form = wide ? (apart ? AE_APART16 : AE_WIDE8) : apart ? AE_BYTES4 : AE_PACKED4,
+        .form = wide           ? (apart ? AE_APART16 : AE_WIDE8)
+                : s->bits == 5 ? AE_BYTES5
+                : apart        ? AE_BYTES4
+                               : AE_PACKED4,
         .wide = wide,
         .apart = apart,
     };
@@ -210,7 +213,7 @@ static code_run taken_apart(const code_job *job, const code_run *b, const ae_seg
     fetch(b->scale + scale_bytes, 0, scale_bytes); /* of the next run */
     if (b->minimum) fetch(b->minimum + scale_bytes, 0, scale_bytes);
     out.streams = 0;
-    out.codes = (const uint8_t *)scratch;
+    if (s->bits != 5) out.codes = (const uint8_t *)scratch;
     for (int64_t i = 0; i < b->units * AE_STEPS && s->bits == 4; i++) {
         vu w0, w1;
         load_codes(b->codes, AE_PACKED4, (int)i, 0, &w0, &w1);
@@ -291,7 +294,7 @@ static void seconds_of(const code_job *job, const ae_segment *s, const code_run 
         }
         for (int size = 0; from < to; from += second_tiles[size].units) {
             while (second_tiles[size].units > to - from) size++;
-            second_tiles[size].tile[s->group == 16](b, list + from, row, c);
+            second_tiles[size].tile[s->bits == 5][s->group == 16](b, list + from, row, c);
         }
     }
 }

@@ -1,6 +1,6 @@
 /* Integer weights in panels, activations in units of 32, and the integer product of the two.
  *
- * A unit of activations is 32 of a row, rounded with one scale: to int16 for codes of 8 bits, to int8 for those of 4.
+ * A unit of activations is 32 of a row, rounded with one scale: to int16 for codes of 8 bits, to int8 for those of 4 and 5.
  * Scales of int8 units are whole multiples, 0 .. 32,767, of a factor of their row: the
  * instruction that adds up 16-bit sums multiplies by them on the way, and the factor meets each output once. Errors of
  * int8 grow with a unit's scale, and a few units of a row hold what is far larger than the rest: those whose scale stands
@@ -10,10 +10,13 @@
  * holds, per unit, 8 steps of 4 inputs of 2 VL outputs; a vector is VL outputs x 4 inputs as bytes.
  * Codes of 4 bits: one vector a step, low nibbles for the first VL outputs of the panel, high nibbles for the other VL.
  * Codes of 8 bits: two vectors a step, stored with 128 added; 128 times the sum of the activations is taken off.
+ * Codes of 5 bits: likewise, 0 .. 31; without a minimum those of -16 .. 15 with 16 added, which -16 times the scale, as
+ * a minimum, takes off.
  *
  * Products of bytes: VNNI and plain C multiply into 32-bit sums; where AE_SPLIT (no VNNI) into 16-bit
- * sums, which a whole unit of nibbles cannot overflow (8 steps x 2 x 15 x 127 = 30,480); two of them times a scale fit
- * 32 bits (2 x 30,480 x 32,767 = 1,997,476,320). Products of wide segments: codes
+ * sums, which a whole unit of nibbles cannot overflow (8 steps x 2 x 15 x 127 = 30,480), nor half a unit of 5 bits
+ * (4 steps x 2 x 31 x 127 = 31,496); two of them times a scale fit
+ * 32 bits (2 x 31,496 x 32,767 = 2,064,058,864). Products of wide segments: codes
  * become 16-bit integers, a step being two: inputs 0 and 2 of its four, then 1 and 3. Their 32-bit sums cannot overflow
  * (32 x 255 x 32,767 = 267,378,720, and 128 taken off half of that). Every way yields the same integer.
  */
@@ -23,7 +26,7 @@
 #include "api.h"
 #include "simd.h"
 
-enum { AE_UNIT = 32, AE_STEPS = 8, AE_OFFSET = 128, AE_MOST = 127, AE_MOST_SCALE = 32767 };
+enum { AE_UNIT = 32, AE_STEPS = 8, AE_OFFSET = 128, AE_OFFSET5 = 16, AE_MOST = 127, AE_MOST_SCALE = 32767 };
 
 /* A unit has second codes if its scale is more than AE_OUT times the mean of its row: 3 % of those of SmolLM2's prose. */
 enum { AE_OUT = 3 };
@@ -116,7 +119,7 @@ AE_INLINE void add_step(const int codes16, vi *sum0, vi *sum1, vu w0, vu w1, vu 
 
 /* Outputs of a panel, and bytes of one unit of it. */
 #define AE_PANEL (2 * AE_VL)
-#define AE_UNIT_BYTES(bits) ((bits) * AE_STEPS * AE_VL)
+#define AE_UNIT_BYTES(bits) (((bits) == 4 ? 4 : 8) * AE_STEPS * AE_VL)
 
 AE_INLINE int is_wide(const ae_segment *s) { return s->bits == 8; }
 AE_INLINE int64_t code_units(int64_t in_features) { return (in_features + AE_UNIT - 1) / AE_UNIT; }
@@ -128,7 +131,7 @@ AE_INLINE int64_t code_groups(int64_t in_features, int64_t group)
 /* Where the code of output `o` of a panel and input `k` of a row stands, in bytes from the panel's first. */
 AE_INLINE int64_t code_at(int64_t bits, int64_t o, int64_t k)
 {
-    const int64_t step = k % AE_UNIT / 4, vector = bits == 8 ? 2 * step + o / AE_VL : step;
+    const int64_t step = k % AE_UNIT / 4, vector = bits == 4 ? step : 2 * step + o / AE_VL;
     return k / AE_UNIT * AE_UNIT_BYTES(bits) + (vector * AE_VL + o % AE_VL) * 4 + k % 4;
 }
 

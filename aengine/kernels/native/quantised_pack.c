@@ -20,6 +20,8 @@ static void pack_codes(const ae_pack_quantised_args *a, int64_t panel)
     const ae_segment *s = a->segment;
     const int64_t wide = AE_PANEL, n = a->in_features, units = code_units(n);
     const int64_t have = ae_min(wide, s->out_features - panel * wide);
+    const uint32_t added = s->bits == 8 ? 0x80808080u : s->minimum ? 0 : 0x10101010u; /* 128 or 16 to each */
+    const uint32_t used = s->bits == 8 ? ~0u : 0x1f1f1f1fu;
     const uint8_t *rows = (const uint8_t *)a->codes + panel * wide * a->stride;
     uint32_t *to = (uint32_t *)((uint8_t *)s->codes + panel * units * AE_UNIT_BYTES(s->bits));
     for (int64_t first = 0; first < units * AE_UNIT; first += AE_UNIT, to += AE_UNIT_BYTES(s->bits) / 4)
@@ -29,9 +31,9 @@ static void pack_codes(const ae_pack_quantised_args *a, int64_t panel)
             for (int64_t step = 0; step < AE_STEPS; step++) {
                 const uint32_t word0 = four_codes(low, first + 4 * step, n);
                 const uint32_t word1 = four_codes(high, first + 4 * step, n);
-                if (s->bits == 8) {
-                    to[2 * step * AE_VL + o] = low ? word0 ^ 0x80808080u : 0;
-                    to[(2 * step + 1) * AE_VL + o] = high ? word1 ^ 0x80808080u : 0;
+                if (s->bits != 4) {
+                    to[2 * step * AE_VL + o] = low ? (word0 ^ added) & used : 0;
+                    to[(2 * step + 1) * AE_VL + o] = high ? (word1 ^ added) & used : 0;
                 } else {
                     to[step * AE_VL + o] = (word0 & 0x0f0f0f0fu) | (word1 & 0x0f0f0f0fu) << 4;
                 }
@@ -83,7 +85,10 @@ static void segment_row(const ae_segment *s, int64_t o, int64_t n, float *to)
     for (int64_t k = 0; k < n; k++) {
         const int64_t at = (panel * groups + k / s->group) * wide + o;
         const int byte = codes[code_at(s->bits, o, k)];
-        const int code = s->bits == 8 ? byte - AE_OFFSET : o < AE_VL ? byte & 15 : byte >> 4;
+        const int code = s->bits == 8   ? byte - AE_OFFSET
+                         : s->bits == 5 ? byte - (s->minimum ? 0 : AE_OFFSET5)
+                         : o < AE_VL    ? byte & 15
+                                        : byte >> 4;
         to[k] = (float)code * scale_at(s->scale, at, s->scale_dtype);
         if (s->minimum) to[k] += scale_at(s->minimum, at, s->scale_dtype);
     }

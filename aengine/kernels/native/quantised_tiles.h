@@ -46,9 +46,9 @@ typedef struct {
     int streams; /* the codes come from memory: ask for them ahead */
 } code_run;
 
-/* How codes are stored and multiplied. By int8: packed nibbles, or those taken apart to bytes. By int16: packed bytes, or
- * those taken apart to signed 16-bit integers. */
-enum { AE_PACKED4, AE_BYTES4, AE_WIDE8, AE_APART16, AE_FORMS };
+/* How codes are stored and multiplied. By int8: packed nibbles, those taken apart to bytes, or bytes of 5 bits. By int16:
+ * packed bytes, or those taken apart to signed 16-bit integers. */
+enum { AE_PACKED4, AE_BYTES4, AE_BYTES5, AE_WIDE8, AE_APART16, AE_FORMS };
 #define AE_IS16(form) ((form) >= AE_WIDE8)
 
 AE_INLINE int64_t form_bytes(const int form) /* of a unit */
@@ -125,7 +125,7 @@ AE_INLINE void add_group(const int mr, const int form, const int keep, const int
     vf s[2], m[2];
     for (int k = 0; k < 2; k++) {
         s[k] = load_scale(scale, k, f16);
-        m[k] = minimum ? load_scale(minimum, k, f16) : vf_set1(0.0f);
+        m[k] = minimum ? load_scale(minimum, k, f16) : s[k] * vf_set1(form == AE_BYTES5 ? -AE_OFFSET5 : 0.0f);
     }
     AE_UNROLL
     for (int i = 0; i < mr; i++) {
@@ -137,7 +137,7 @@ AE_INLINE void add_group(const int mr, const int form, const int keep, const int
             float *at = c + (i * 2 + k) * AE_VL;
             vf sum = keep ? acc[i][k] : vf_load(at);
             sum = add_scaled(form, sums[i][k], scale_x, s[k], sum);
-            if (minimum) sum = vf_fma(m[k], sum_x, sum);
+            if (minimum || form == AE_BYTES5) sum = vf_fma(m[k], sum_x, sum);
             if (keep)
                 acc[i][k] = sum;
             else
@@ -165,7 +165,7 @@ AE_INLINE void code_tile(const int mr, const int form, const int halves, const c
                          int64_t ldx, float *c)
 {
     const int keep = mr <= AE_QR / 2, apart = form == AE_BYTES4 || form == AE_APART16;
-    const int offset = form == AE_WIDE8;
+    const int offset = form == AE_WIDE8, split = halves || form == AE_BYTES5; /* integer sums of half a unit */
     const int f16 = !apart && b->f16, streams = !apart && b->streams;
     const int64_t scale_bytes = AE_PANEL * (f16 ? 2 : 4), codes16 = b->codes16;
     const uint8_t *codes = b->codes;
@@ -190,17 +190,17 @@ AE_INLINE void code_tile(const int mr, const int form, const int halves, const c
         }
         AE_UNROLL
         for (int h = 0; h < 2; h++) {
-            const int which = halves ? 1 + h : 0;
+            const int which = split ? 1 + h : 0;
             AE_UNROLL
             for (int i = 0; i < mr; i++)
-                if (h == 0 || halves)
+                if (h == 0 || split)
                     sums[i][0] = sums[i][1] = (vi){0} + (offset ? x[i * ldx].offsets[which] : 0);
             AE_UNROLL_STEPS
             for (int j = 4 * h; j < 4 * h + 4; j++) {
                 add_products(mr, form, j, 0, codes, x, ldx, codes16, sums);
                 if (AE_IS16(form)) add_products(mr, form, j, 1, codes, x, ldx, codes16, sums);
             }
-            if (h == 0 && !halves) continue;
+            if (h == 0 && !split) continue;
             if (minimum) {
                 AE_APART();
                 add_group(mr, form, keep, which, sums, x, ldx, scale, minimum, f16, acc, c);
@@ -208,7 +208,7 @@ AE_INLINE void code_tile(const int mr, const int form, const int halves, const c
                 AE_APART();
                 add_group(mr, form, keep, which, sums, x, ldx, scale, NULL, f16, acc, c);
             }
-            if (halves || --left == 0) {
+            if (halves || (h == 1 && --left == 0)) {
                 scale += scale_bytes;
                 if (minimum) minimum += scale_bytes;
                 left = b->group_units;
@@ -222,27 +222,28 @@ AE_INLINE void code_tile(const int mr, const int form, const int halves, const c
 
 /* c [row - first][outputs of the panel] += the product of mr units of second codes, at the same place of rows as they
  * say, with a panel that begins at b. */
-AE_INLINE void second_tile(const int mr, const int halves, const code_run *b, const ae_x_unit *const *x, int64_t first,
-                           float *c)
+AE_INLINE void second_tile(const int mr, const int form, const int halves, const code_run *b,
+                           const ae_x_unit *const *x, int64_t first, float *c)
 {
     const int64_t unit = x[0]->offsets[0], groups = halves ? 2 : 1, scale_bytes = AE_PANEL * (b->f16 ? 2 : 4);
-    const uint8_t *codes = b->codes + unit * form_bytes(AE_PACKED4);
+    const int split = halves || form == AE_BYTES5;
+    const uint8_t *codes = b->codes + unit * form_bytes(form);
     const char *scale = b->scale + unit / b->group_units * groups * scale_bytes;
     vi sums[AE_QR][2];
     AE_UNROLL
     for (int h = 0; h < 2; h++) {
         AE_UNROLL
         for (int i = 0; i < mr; i++)
-            if (h == 0 || halves) sums[i][0] = sums[i][1] = (vi){0};
+            if (h == 0 || split) sums[i][0] = sums[i][1] = (vi){0};
         AE_UNROLL_STEPS
         for (int j = 4 * h; j < 4 * h + 4; j++) {
             vu w0, w1;
-            load_codes(codes, AE_PACKED4, j, 0, &w0, &w1);
+            load_codes(codes, form, j, 0, &w0, &w1);
             AE_UNROLL
             for (int i = 0; i < mr; i++)
                 add_step(0, &sums[i][0], &sums[i][1], w0, w1, four_codes(x[i]->code + 4 * j));
         }
-        if (h == 0 && !halves) continue;
+        if (h == 0 && !split) continue;
         vf of_256[2];
         for (int k = 0; k < 2; k++) of_256[k] = load_scale(scale, k, b->f16) * vf_set1(0x1p-8f);
         AE_UNROLL
@@ -252,24 +253,26 @@ AE_INLINE void second_tile(const int mr, const int halves, const code_run *b, co
             for (int k = 0; k < 2; k++, at += AE_VL)
                 vf_store(at, add_scaled(AE_PACKED4, sums[i][k], scale_x, of_256[k], vf_load(at)));
         }
-        scale += scale_bytes; /* of halves */
+        if (halves) scale += scale_bytes;
     }
 }
 
 typedef void (*second_fn)(const code_run *b, const ae_x_unit *const *x, int64_t first, float *c);
-#define SECOND(HALVES, MR)                                                                                            \
-    static __attribute__((noinline)) void second_##HALVES##_##MR(const code_run *b, const ae_x_unit *const *x,        \
-                                                                 int64_t first, float *c)                             \
+#define SECOND(FORM, HALVES, MR)                                                                                      \
+    static __attribute__((noinline)) void second_##FORM##_##HALVES##_##MR(                                            \
+        const code_run *b, const ae_x_unit *const *x, int64_t first, float *c)                                        \
     {                                                                                                                 \
-        second_tile(MR, HALVES, b, x, first, c);                                                                      \
+        second_tile(MR, FORM, HALVES, b, x, first, c);                                                                \
     }
-#define SECONDS(MR) SECOND(0, MR) SECOND(1, MR)
+#define SECONDS(MR)                                                                                                   \
+    SECOND(AE_PACKED4, 0, MR) SECOND(AE_PACKED4, 1, MR) SECOND(AE_BYTES5, 0, MR) SECOND(AE_BYTES5, 1, MR)
 AE_EACH_SECOND(SECONDS)
-#define SECOND_ENTRY(MR) {MR, {second_0_##MR, second_1_##MR}},
-/* Numbers of units, falling, and tiles of so many: [groups of 16]. */
+#define SECOND_ENTRY(MR)                                                                                              \
+    {MR, {{second_AE_PACKED4_0_##MR, second_AE_PACKED4_1_##MR}, {second_AE_BYTES5_0_##MR, second_AE_BYTES5_1_##MR}}},
+/* Numbers of units, falling, and tiles of so many: [5 bits][groups of 16]. */
 static const struct {
     int units;
-    second_fn tile[2];
+    second_fn tile[2][2];
 } second_tiles[] = {AE_EACH_SECOND(SECOND_ENTRY)};
 
 typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, float *c);
@@ -280,19 +283,22 @@ typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, 
         code_tile(MR, FORM, HALVES, b, x, ldx, c);                                                                    \
     }
 #define FEW_TILES(MR)                                                                                                 \
-    CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR)
+    CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR)   \
+    CODE_TILE(AE_BYTES5, 0, MR) CODE_TILE(AE_BYTES5, 1, MR)
 #define MANY_TILES(MR)                                                                                                \
     CODE_TILE(AE_BYTES4, 0, MR) CODE_TILE(AE_BYTES4, 1, MR) CODE_TILE(AE_APART16, 0, MR) CODE_TILE(AE_APART16, 1, MR)
 AE_EACH_FEW(FEW_TILES)
 AE_EACH_MANY(MANY_TILES)
 #define PACKED4_ENTRY(MR) [MR] = {tile_AE_PACKED4_0_##MR, tile_AE_PACKED4_1_##MR},
 #define BYTES4_ENTRY(MR) [MR] = {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},
+#define BYTES5_ENTRY(MR) [MR] = {tile_AE_BYTES5_0_##MR, tile_AE_BYTES5_1_##MR},
 #define WIDE8_ENTRY(MR) [MR] = {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR},
 #define APART16_ENTRY(MR) [MR] = {tile_AE_APART16_0_##MR, tile_AE_APART16_1_##MR},
 /* [form][rows][groups of 16] */
 static const code_tile_fn code_tiles[AE_FORMS][AE_QR + 1][2] = {
     [AE_PACKED4] = {AE_EACH_FEW(PACKED4_ENTRY)},
     [AE_BYTES4] = {AE_EACH_MANY(BYTES4_ENTRY)},
+    [AE_BYTES5] = {AE_EACH_FEW(BYTES5_ENTRY)},
     [AE_WIDE8] = {AE_EACH_FEW(WIDE8_ENTRY)},
     [AE_APART16] = {AE_EACH_MANY(APART16_ENTRY)},
 };

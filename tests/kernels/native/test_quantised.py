@@ -18,13 +18,19 @@ from aengine.kernels.reference import ReferenceOps
 from aengine.kernels.reference_quantised import linear_quantised
 
 ROWS = (1, 2, 5, 6, 7, 64, 129)
-# (bits, group or 0 for the whole row, with a minimum, scales that fp16 holds)
+# (bits, group or 0 for the whole row, with a minimum, scales that fp16 holds); 5: codes of 8 bits that fit 5
 FORMATS = [
     (4, 32, True, True),
     (4, 32, False, True),
     (4, 64, True, False),
     (4, 16, True, True),
     (4, 0, True, False),
+    (5, 32, False, True),
+    (5, 32, True, True),
+    (5, 64, False, False),
+    (5, 16, True, False),
+    (5, 16, False, True),
+    (5, 0, False, False),
     (8, 32, False, True),
     (8, 32, True, False),
     (8, 16, False, False),
@@ -39,13 +45,13 @@ def make(
 ) -> Quantised:
     random = torch.Generator().manual_seed(seed + out + 1000 * size_in)
     group = group or size_in
-    low, high, dtype = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
-    codes = torch.randint(low, high, (out, size_in), generator=random).to(dtype)
+    low, high = {4: (0, 16), 5: (0, 32) if minimum else (-16, 16), 8: (-128, 128)}[bits]
+    codes = torch.randint(low, high, (out, size_in), generator=random).to(torch.uint8 if bits == 4 else torch.int8)
     scale = (torch.rand(out, size_in // group, generator=random) + 0.5) / 2**bits
     least = torch.randn(out, size_in // group, generator=random)
     if half:
         scale, least = scale.half().float(), least.half().float()
-    return Quantised(codes, scale, least if minimum else None, group, bits)
+    return Quantised(codes, scale, least if minimum else None, group, 4 if bits == 4 else 8)
 
 
 def linear_of(*parts: Quantised, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> Linear:
@@ -143,9 +149,9 @@ def test_units_that_stand_out_err_as_little_as_the_others(ops: NativeOps, rows: 
     assert_near(ops.linear(x, w), linear_quantised(x, [part]))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 def test_rows_threads_and_places_change_no_bit(ops_by_threads: dict[int, NativeOps], bits: int) -> None:
-    parts = (make(200, 160, bits, 32, True), make(120, 160, 12 - bits, 16, True))
+    parts = (make(200, 160, bits, 32, bits != 5), make(120, 160, 8 if bits == 4 else 4, 16, True))
     x = activations(300, 160)
     alone = None
     for ops in ops_by_threads.values():
@@ -158,14 +164,14 @@ def test_rows_threads_and_places_change_no_bit(ops_by_threads: dict[int, NativeO
             assert torch.equal(ops.linear(x[first : first + rows], w), alone[first : first + rows])
 
 
-@pytest.mark.parametrize(("bits", "code"), [(4, 15), (4, 0), (8, -128), (8, 127), (8, -1)])
+@pytest.mark.parametrize(("bits", "code"), [(4, 15), (4, 0), (5, -16), (5, 15), (8, -128), (8, 127), (8, -1)])
 @pytest.mark.parametrize("group", [16, 32])
 def test_extremes_do_not_saturate(ops: NativeOps, bits: int, code: int, group: int) -> None:
     """Activations are the greatest codes themselves: each integer sum is exact, only roundings to fp32 differ."""
     codes = torch.full((17, 64), code, dtype=torch.uint8 if bits == 4 else torch.int8)
-    part = Quantised(codes, torch.ones(17, 64 // group), None, group, bits)
+    part = Quantised(codes, torch.ones(17, 64 // group), None, group, 4 if bits == 4 else 8)
     w = ops.prepare(linear_of(part))
-    x = torch.full((8, 64), 32767.0 if bits == 8 else 127.0)
+    x = torch.full((8, 64), 127.0 if part.fits_five or bits == 4 else 32767.0)
     x[1] *= -1
     x[2, ::2] *= -1
     x[3, ::4] *= -1
@@ -180,11 +186,12 @@ def test_extremes_do_not_saturate(ops: NativeOps, bits: int, code: int, group: i
         assert torch.equal(ops.linear(x[:rows] * 0, w), torch.zeros(rows, 17))
 
 
+@pytest.mark.parametrize("bits", [4, 5])
 @pytest.mark.parametrize("group", [16, 32])
-def test_extremes_of_second_codes_do_not_saturate(ops: NativeOps, group: int) -> None:
+def test_extremes_of_second_codes_do_not_saturate(ops: NativeOps, group: int, bits: int) -> None:
     """What the first codes leave over is half a step wherever it can be: as much as there is."""
-    codes = torch.full((17, 192), 15, dtype=torch.uint8)
-    part = Quantised(codes, torch.ones(17, 192 // group), None, group, 4)
+    codes = torch.full((17, 192), 15, dtype=torch.uint8 if bits == 4 else torch.int8)
+    part = Quantised(codes, torch.ones(17, 192 // group), None, group, 4 if bits == 4 else 8)
     x = torch.full((8, 192), 0.1)
     x[:, :32] = 63.5 - 1 / 64  # 63 and nearly a half in steps of 1, which the next input makes of the unit
     x[:, 0] = 127.0
@@ -215,7 +222,7 @@ def test_tiny_and_huge_activations(ops: NativeOps) -> None:
 
 @pytest.mark.parametrize(("bits", "group", "minimum", "half"), FORMATS)
 def test_rows_come_back_bit_for_bit(ops: NativeOps, bits: int, group: int, minimum: bool, half: bool) -> None:
-    parts = (make(21, 192, bits, group, minimum, half), make(12, 192, 12 - bits, 32))
+    parts = (make(21, 192, bits, group, minimum, half), make(12, 192, 8 if bits == 4 else 4, 32))
     dense, ids = (
         torch.cat([part.dequantise() for part in parts]),
         torch.tensor([0, 32, 20, 21, 7, 7, 15], dtype=torch.int32),
