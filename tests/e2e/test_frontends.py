@@ -52,7 +52,8 @@ async def health(url: str) -> int | None:
 
 
 async def stream(url: str, i: int, tokens: int, seen: set[int] | None = None) -> list[int] | None:
-    """Token ids over a connection of its own; None: it broke. `seen` gets `i` with the first of them."""
+    """Token ids over a connection of its own; None: it broke, or an error ended it. `seen` gets `i` with the first of
+    them."""
     ids: list[int] = []
     body = {**BODY, "prompt": [100 + i, 7, i], "max_tokens": tokens}
     try:
