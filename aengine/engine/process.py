@@ -8,6 +8,7 @@ Invariants: memory is given back where the C library has a call for it; the coll
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -38,7 +39,9 @@ def collect_seldom() -> None:
 def take_spare_time() -> None:
     """The thread that calls this yields to others of its process, where the system has priorities of threads."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPARE_NICE)
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(SPARE_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def take_short_turns() -> float:

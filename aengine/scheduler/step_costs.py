@@ -4,8 +4,8 @@ Owns: `StepCosts`: seconds on the device by number of positions, and the seconds
 for the one before it.
 Does not know: clocks (it is told when steps began and ended), rows, why somebody asks.
 Invariants: the same calls give the same answers. A step is a level, how fast the machine is now, times a ratio, how
-its size compares with others; the level follows quickly, ratios slowly. A size takes no longer than a greater one: what
-seems so was disturbed. Sizes never seen lie between those seen, a little lower, so that they are tried.
+its size compares with others; the level follows quickly, ratios slowly. A size seen a few times takes no longer than a
+greater one: what seems so was disturbed. Sizes never seen lie between those seen, a little lower, so they are tried.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ RATIO_RATE = 0.04  # of it that the ratio does, once it rests on some measuremen
 OUTLIER = 3.0  # a step counts as at most so many times what was expected: others use the machine too
 WAIT_RATE = 0.1
 CURIOSITY = 0.9  # of what a size never seen should take, going by those around it
+YOUNG = 5  # measurements up to which a size may have been disturbed every time
 HOPE = 0.5  # beyond all sizes seen a position costs this part of an average one: it is tried, and then known
 
 
@@ -28,7 +29,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._level = 0.0
         self._ratios: dict[int, float] = {}  # by index of SIZES
-        self._least: dict[int, float] = {}  # likewise, of it and all greater ones
+        self._least: dict[int, float] = {}  # likewise; where it is young, of it and all greater ones
         self._counts: dict[int, int] = {}
         self._known: list[int] = []  # the indices, rising
         self._idle_s = [0.0, 0.0]  # before steps that were launched behind another, and before those that waited
@@ -73,7 +74,8 @@ class StepCosts:
             self._ratios[index] *= math.pow(off, max(RATIO_RATE, (1 - LEVEL_RATE) / self._counts[index]))
         least = math.inf
         for known in reversed(self._known):
-            least = self._least[known] = min(least, self._ratios[known])
+            least = min(least, self._ratios[known])
+            self._least[known] = least if self._counts[known] <= YOUNG else self._ratios[known]
 
     def step_s(self, positions: int) -> float:
         """Seconds on the device of a step of so many positions; only when something is `known`."""

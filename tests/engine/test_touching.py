@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import os
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from aengine.engine import touching
+from aengine.engine.process import take_spare_time
 from aengine.engine.touching import PIECE, READY_LEAST, READY_MOST, TouchAhead
 
 MIB = 2**20
@@ -82,3 +86,43 @@ async def test_its_thread_has_ended_when_it_is_cancelled():
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert not any(thread.name.startswith("aengine-touch") for thread in threading.enumerate())
+
+
+async def test_closing_holds_up_nobody_until_a_piece_is_done():
+    busy, done, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def touch(start: int, stop: int) -> None:
+        loop.call_soon_threadsafe(busy.set)
+        assert done.wait(10)
+
+    task = asyncio.create_task(TouchAhead(64 * PIECE, lambda: 64 * PIECE, lambda: False, touch).run())
+    await asyncio.wait_for(busy.wait(), 10)
+    task.cancel()
+    await asyncio.sleep(0.02)  # the loop turns, and the task is not over before the piece
+    assert not task.done()
+    done.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
+
+
+async def test_where_the_system_refuses_pages_come_when_they_are_written(caplog):
+    def touch(start: int, stop: int) -> None:
+        raise OSError("no more")
+
+    await asyncio.wait_for(TouchAhead(64 * PIECE, lambda: 0, lambda: False, touch).run(), 10)
+    assert "not touched ahead any more: no more" in caplog.text
+
+
+def test_a_thread_that_is_less_urgent_already_stays_so():
+    """As a user may only lower its urgency: raising it is refused."""
+
+    def niced(start: int) -> int:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, start)
+        take_spare_time()
+        return os.getpriority(os.PRIO_PROCESS, thread)
+
+    if sys.platform == "linux":
+        for start, expected in ((0, 10), (15, 15)):
+            with ThreadPoolExecutor(1) as own:
+                assert own.submit(niced, start).result() == expected

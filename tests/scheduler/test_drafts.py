@@ -132,6 +132,16 @@ def test_a_size_that_seemed_to_take_longer_than_a_greater_one_was_disturbed() ->
     assert costs.step_s(3) == costs.step_s(4) < costs.step_s(8) == costs.step_s(16)
 
 
+def test_sizes_seen_often_are_not_lowered_by_a_greater_one_seen_once() -> None:
+    costs = StepCosts()
+    for step in range(60):
+        positions = (1, 8, 64)[step % 3]
+        costs.observe(plan_of(step, positions), took(step, 0.01 + 0.0005 * positions), waited=False)
+    before = [costs.step_s(positions) for positions in (1, 8, 64)]
+    costs.observe(plan_of(60, 96), took(60, 0.002), waited=False)
+    assert [costs.step_s(positions) for positions in (1, 8, 64)] == before
+
+
 def test_sizes_never_seen_are_tried_for_they_promise_a_little_more_than_those_around_them() -> None:
     costs = StepCosts()
     for step, positions in enumerate([1, 9]):
