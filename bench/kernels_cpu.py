@@ -40,12 +40,13 @@ LAYERS = 30
 READ_BYTES, PIECE_BYTES = 256 * 2**20, 2**20
 ONE_ROW_LIMIT = 0.8
 MANY_ROWS, MANY_ROWS_LIMIT = 64, 0.65
+ROW = -1
 FMA, BYTES, WIDE = range(3)
 
 
 @dataclass(frozen=True)
 class Format:
-    """`bits` 16 and 32: dense."""
+    """`bits` 16 and 32: dense. `group`: inputs that share a scale, or ROW."""
 
     bits: int
     group: int = 0
@@ -63,8 +64,9 @@ class Format:
             return Linear(torch.randn(out, size_in).to(dtype))
         low, high, dtype = (0, 16, torch.uint8) if self.bits == 4 else (-128, 128, torch.int8)
         codes = torch.randint(low, high, (out, size_in), dtype=dtype)
-        scale = (torch.rand(out, size_in // self.group) + 0.5).half().float()
-        part = Quantised(codes, scale, scale.neg() if self.minimum else None, self.group, self.bits)
+        group = size_in if self.group == ROW else self.group
+        scale = (torch.rand(out, size_in // group) + 0.5).half().float()
+        part = Quantised(codes, scale, scale.neg() if self.minimum else None, group, self.bits)
         return Linear(torch.empty((out, size_in), device="meta"), None, (part,))
 
 
@@ -74,6 +76,7 @@ FORMATS = {
     "w4g32": Format(4, 32, minimum=True),
     "w8g32": Format(8, 32),
     "w8g16": Format(8, 16),
+    "w8row": Format(8, ROW),
 }
 
 
