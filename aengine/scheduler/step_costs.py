@@ -4,8 +4,9 @@ Owns: `StepCosts`: seconds on the device by number of positions, and the seconds
 for the one before it.
 Does not know: clocks (it is told when steps began and ended), rows, why somebody asks.
 Invariants: the same calls give the same answers. A step is a level, how fast the machine is now, times a ratio, how
-its size compares with others; the level follows quickly, ratios slowly. A size seen a few times takes no longer than a
-greater one: what seems so was disturbed. Sizes never seen lie between those seen, a little lower, so they are tried.
+its size compares with others; the level follows quickly, ratios slowly. A size seen a few times only takes no longer
+than a greater one: what seems so was disturbed. Sizes never seen lie between those seen, a little lower, so they are
+tried.
 """
 
 from __future__ import annotations

@@ -248,10 +248,10 @@ AE_INLINE void second_tile(const int mr, const int form, const int halves, const
         for (int k = 0; k < 2; k++) of_256[k] = load_scale(scale, k, b->f16) * vf_set1(0x1p-8f);
         AE_UNROLL
         for (int i = 0; i < mr; i++) {
-            const vu scale_x = unit_scale(AE_PACKED4, x[i]);
+            const vu scale_x = unit_scale(form, x[i]);
             float *at = c + (x[i]->offsets[1] - first) * AE_PANEL;
             for (int k = 0; k < 2; k++, at += AE_VL)
-                vf_store(at, add_scaled(AE_PACKED4, sums[i][k], scale_x, of_256[k], vf_load(at)));
+                vf_store(at, add_scaled(form, sums[i][k], scale_x, of_256[k], vf_load(at)));
         }
         if (halves) scale += scale_bytes;
     }
