@@ -18,10 +18,10 @@ from torch import Tensor
 from aengine.kernels.quantised import Quantised
 
 UNIT = 32  # activations that share a scale
-# Of units of 16 bits and of rows of 8: magnitudes below count as zero, for the greatest code over them is not finite.
-LEAST_WIDE, LEAST_NARROW = 2.0**-110, 2.0**-100
+LEAST = 2.0**-100  # a row whose magnitudes are below counts as zero, for the greatest code over them is not finite
 NARROW, WIDE = 127, 32767  # greatest codes of activations of 8 and of 16 bits
 SCALES = 32767  # the greatest scale of a unit of 8 bits, in factors of its row
+WHOLE_INPUTS = 8192  # the most of which one integer is the sum where they share a scale
 OUT = 3  # a unit of 8 bits has second codes if its scale is more than so many times the mean of its row
 
 
@@ -53,13 +53,28 @@ def _codes(x: Tensor, inverse: Tensor) -> Tensor:
     return torch.round(x * inverse.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).double()
 
 
-def round_wide(x: Tensor) -> Rounded:
-    """To 16 bits: a unit's greatest magnitude becomes 32,767."""
+def whole(part: Quantised) -> bool:
+    """Whether an output's sum is one integer."""
+    size_in = part.shape[1]
+    return part.bits == 8 and part.group == size_in <= WHOLE_INPUTS and not part.fits_five
+
+
+def most_wide(parts: Sequence[Quantised]) -> int:
+    """The greatest code of 16 bits before a weight of `parts`: 128 times it, summed over all inputs, fits 32 bits."""
+    if not any(whole(part) for part in parts):
+        return WIDE
+    inputs = -(-parts[0].shape[1] // UNIT) * UNIT
+    return min(WIDE, (2**31 - 1) // (128 * inputs))
+
+
+def round_wide(x: Tensor, most: int = WIDE) -> Rounded:
+    """To 16 bits: a row's greatest magnitude becomes `most`."""
     units = _units(x)
-    top = units.abs().amax(-1)
-    inverse, scale = _over(top, WIDE, top.isfinite() & (top >= LEAST_WIDE))
+    top = units.abs().amax((1, 2)).unsqueeze(-1)
+    inverse, factor = _over(top, most, top.isfinite() & (top >= LEAST))
     codes = _codes(units, inverse)
-    return Rounded(codes, torch.zeros_like(codes), scale, torch.ones(len(x), 1))
+    codes = torch.where(top.unsqueeze(-1).isfinite(), codes, 0.0)
+    return Rounded(codes, torch.zeros_like(codes), torch.ones(codes.shape[:2]), factor)
 
 
 def round_narrow(x: Tensor) -> Rounded:
@@ -67,7 +82,7 @@ def round_narrow(x: Tensor) -> Rounded:
     stands out, what this left over is rounded to 8 bits again."""
     units = _units(x)
     top = units.abs().amax((1, 2)).unsqueeze(-1)
-    fits = top.isfinite() & (top >= LEAST_NARROW)
+    fits = top.isfinite() & (top >= LEAST)
     inverse, factor = _over(top, NARROW * SCALES, fits)
     exact = units.abs().amax(-1) * _over(top, SCALES, fits)[0]
     scale = exact.ceil().clamp(max=SCALES).nan_to_num(0.0)
@@ -88,7 +103,7 @@ def linear_quantised(x: Tensor, parts: Sequence[Quantised], bias: Tensor | None 
     if parts[0].order is not None:
         x = x.index_select(1, parts[0].order)
     wide = [part.bits == 8 and not part.fits_five for part in parts]
-    rounded = {of: round_wide(x) if of else round_narrow(x) for of in set(wide)}
+    rounded = {of: round_wide(x, most_wide(parts)) if of else round_narrow(x) for of in set(wide)}
     y = torch.cat([_part(rounded[of], part) for of, part in zip(wide, parts, strict=True)], -1)
     return y if bias is None else y + bias.float()
 
@@ -97,6 +112,8 @@ def _part(rounded: Rounded, part: Quantised) -> Tensor:
     """y = factor * sum over spans, rising, of scale_x * (scale_w * dot) + minimum * (scale_x * sum of x codes)."""
     scale_x = rounded.scale
     out, size_in = part.shape
+    if whole(part):
+        return _whole(rounded, part)
     span = UNIT if part.group == size_in or part.group % UNIT == 0 else 16  # inputs summed as integers
     per_unit, spans = UNIT // span, scale_x.shape[1] * (UNIT // span)
     x, second = (codes.reshape(len(codes), spans, span) for codes in (rounded.codes, rounded.second))
@@ -110,4 +127,13 @@ def _part(rounded: Rounded, part: Quantised) -> Tensor:
             y = y + sx * (part.scale[:, group] * of * dot)
             if part.minimum is not None:
                 y = y + part.minimum[:, group] * (sx * of * codes.sum(-1, keepdim=True).float())
+    return y * rounded.factor
+
+
+def _whole(rounded: Rounded, part: Quantised) -> Tensor:
+    """y = factor * (scale_w * dot + minimum * sum of x codes), of all inputs."""
+    x, w = rounded.codes.flatten(1)[:, : part.shape[1]], part.codes.double()
+    y = part.scale[:, 0] * (x @ w.T).float()
+    if part.minimum is not None:
+        y = y + part.minimum[:, 0] * x.sum(-1, keepdim=True).float()
     return y * rounded.factor

@@ -127,19 +127,29 @@ AE_INLINE void round_unit(const vf *v, float inverse, int finite, vi *q)
     for (int i = 0; i < AE_UNIT_VECTORS && !finite; i++) q[i] = (vi)vf_set1(0.0f);
 }
 
-/* A row of int16 codes, `codes16` units after what else there is of each unit. A scale is NaN where a value is not
- * finite, so that every output of the row is marked. */
-AE_INLINE void quantise_wide(const void *x, const int bf16, int64_t n, ae_x_unit *to, int64_t codes16)
+/* A row of int16 codes of magnitude `most` at most, `codes16` units after what else there is of each unit; *total: their
+ * sum. Returns the row's factor, NaN where a value is not finite, so that every output of the row is marked. */
+AE_INLINE float quantise_wide(const void *x, const int bf16, int64_t n, int32_t most, ae_x_unit *to, int64_t codes16,
+                              int32_t *total)
 {
-    for (int64_t k = 0; k < n; k += AE_UNIT, to++) {
-        vf v[AE_UNIT_VECTORS];
-        vi q[AE_UNIT_VECTORS];
+    vf v[AE_UNIT_VECTORS];
+    vi q[AE_UNIT_VECTORS], magnitude = (vi)vf_set1(0.0f);
+    for (int64_t k = 0; k < n; k += AE_UNIT) {
         load_unit(x, bf16, n, k, v);
-        const float top = greatest(greater((vi)vf_set1(0.0f), v)), most = 32767.0f;
-        const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-110f; /* most / top, top / most: normal */
-        round_unit(v, fits ? most / top : 0.0f, finite, q);
-        narrow_unit(q, fits ? top / most : finite ? 0.0f : __builtin_nanf(""), 0, to, (int16_t *)(to + codes16));
+        magnitude = greater(magnitude, v);
     }
+    const float top = greatest(magnitude);
+    const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-100f; /* most / top, top / most: normal */
+    const float inverse = fits ? (float)most / top : 0.0f;
+    int32_t sum = 0;
+    for (int64_t k = 0; k < n; k += AE_UNIT, to++) {
+        load_unit(x, bf16, n, k, v);
+        round_unit(v, inverse, finite, q);
+        narrow_unit(q, 1.0f, 0, to, (int16_t *)(to + codes16));
+        sum += (int32_t)to->sums[0];
+    }
+    *total = sum;
+    return fits ? top / (float)most : finite ? 0.0f : __builtin_nanf("");
 }
 
 /* Of a unit, what rounding 32 values times `inverse` to integers left over, in 256ths; its sums count that in. */

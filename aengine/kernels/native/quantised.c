@@ -1,9 +1,9 @@
 /* y = x weight^T + bias with integer weights: activations rounded to int8 or int16, one scale
  * per row and 32 inputs, exact integer products.
  *
- * y[r, o] = factor of r * sum over units of scale_x * (scale_w * dot) + minimum_w * (scale_x * sum of x codes), units
- * rising, two fused multiply-adds each (a group of 16 inputs: per half unit), begun with the same sum of the row's second
- * codes. A lane is an output and owns this chain, so that no bit depends on how many rows stand beside it or who computes it.
+ * y[r, o] = factor of r * sum over units of scale_w * (scale_x * dot) + minimum_w * (scale_x * sum of x codes), units
+ * rising, two fused multiply-adds each (a group of 16 inputs: per half unit; of all inputs: once), begun with the same sum
+ * of the row's second codes. A lane is an output and owns this chain, so that no bit depends on how many rows stand beside it or who computes it.
  *
  * Few rows: one tile to three pass over the packed codes as they stream in, and take them apart themselves. Many: a run
  * of units of a panel is taken apart into a scratch that stays in the first-level cache while the tiles of a block of rows
@@ -29,12 +29,16 @@
 typedef struct {
     int64_t units, wide, stride; /* units of a kind, where the wide begin, the next row */
     int has_narrow, has_wide;
+    int32_t most; /* the greatest int16 code */
 } x_layout;
 
 static x_layout x_layout_of(const ae_quantised *w, int64_t in_features)
 {
-    x_layout at = {.units = code_units(in_features)};
-    for (int64_t i = 0; i < w->count; i++) *(is_wide(&w->segments[i]) ? &at.has_wide : &at.has_narrow) = 1;
+    x_layout at = {.units = code_units(in_features), .most = AE_MOST_WIDE};
+    for (int64_t i = 0; i < w->count; i++) {
+        *(is_wide(&w->segments[i]) ? &at.has_wide : &at.has_narrow) = 1;
+        if (is_whole(&w->segments[i], in_features)) at.most = whole_most(in_features);
+    }
     at.wide = at.has_narrow ? at.units : 0;
     /* An odd number of lines: the rows of a tile do not fall into the same sets of the cache. */
     at.stride = (at.wide + (at.has_wide ? 2 * at.units : 0)) | 1;
@@ -44,7 +48,8 @@ static x_layout x_layout_of(const ae_quantised *w, int64_t in_features)
 typedef struct {
     const ae_linear_args *args;
     ae_x_unit *x;
-    float *factor;            /* by row, of its int8 units */
+    float *factor[2];         /* by row, of its int8 units and of its wide ones */
+    int32_t *totals;          /* by row, the sum of its int16 codes */
     ae_x_unit *second;        /* second codes, [row][units] */
     int64_t *counts;          /* by row, how many there are */
     const ae_x_unit **listed; /* all there are, places rising, and of a place rows rising */
@@ -64,11 +69,13 @@ static void quantise_part(void *arg, int part, int parts)
         const int64_t units = job->at.units;
         ae_x_unit *second = job->second + r * units;
         if (job->at.has_narrow)
-            job->factor[r] = bf16 ? quantise_narrow(from, 1, n, r, to, second, job->counts + r)
-                                  : quantise_narrow(from, 0, n, r, to, second, job->counts + r);
+            job->factor[0][r] = bf16 ? quantise_narrow(from, 1, n, r, to, second, job->counts + r)
+                                     : quantise_narrow(from, 0, n, r, to, second, job->counts + r);
         if (!job->at.has_wide) continue;
+        const int32_t most = job->at.most;
         to += job->at.wide;
-        bf16 ? quantise_wide(from, 1, n, to, units) : quantise_wide(from, 0, n, to, units);
+        job->factor[1][r] = bf16 ? quantise_wide(from, 1, n, most, to, units, job->totals + r)
+                                 : quantise_wide(from, 0, n, most, to, units, job->totals + r);
     }
 }
 
@@ -97,14 +104,17 @@ static int quantise(ae_context *ctx, const ae_linear_args *a, quantise_job *job)
     job->at = x_layout_of(a->weight, a->in_features);
     const int64_t lines = a->rows * job->at.stride, second = job->at.has_narrow ? a->rows * job->at.units : 0;
     const size_t bytes = (size_t)(lines + second) * sizeof *job->x + (size_t)second * sizeof *job->listed +
-                         (size_t)(a->rows + job->at.units) * sizeof *job->ends + (size_t)a->rows * sizeof *job->factor;
+                         (size_t)(a->rows + job->at.units) * sizeof *job->ends +
+                         (size_t)a->rows * (2 * sizeof *job->factor[0] + sizeof *job->totals);
     job->x = ae_pool_scratch(ctx->pool, AE_SHARED_A, bytes);
     if (!job->x) return AE_NO_MEMORY;
     job->second = job->x + lines;
     job->listed = (const ae_x_unit **)(job->second + second);
     job->ends = (int64_t *)(job->listed + second);
     job->counts = job->ends + job->at.units;
-    job->factor = (float *)(job->counts + a->rows);
+    job->factor[0] = (float *)(job->counts + a->rows);
+    job->factor[1] = job->factor[0] + a->rows;
+    job->totals = (int32_t *)(job->factor[1] + a->rows);
     /* 8 K activations are about 4 us. */
     ae_pool_run(ctx->pool, quantise_part, job, ae_row_parts(ctx, a->rows, a->in_features, 8192));
     job->places = 0;
@@ -134,7 +144,7 @@ typedef struct {
     const ae_segment *of;
     int64_t out;                 /* the first of its outputs */
     int64_t groups, group_units; /* groups of an output; units that share one */
-    int form, wide, apart;
+    int form, wide, apart, sums;
 } code_segment;
 
 static code_segment segment_of(const code_job *job, const ae_segment *s, int64_t out, int64_t rows)
@@ -151,6 +161,7 @@ static code_segment segment_of(const code_job *job, const ae_segment *s, int64_t
                                : AE_PACKED4,
         .wide = wide,
         .apart = apart,
+        .sums = is_whole(s, job->args->in_features) ? AE_OF_ROWS : s->group == 16 ? AE_OF_HALVES : AE_OF_UNITS,
     };
 }
 
@@ -190,6 +201,7 @@ static code_run run_at(const code_job *job, const code_segment *c, int64_t panel
         .codes16 = job->units,
         .f16 = s->scale_dtype == AE_F16,
         .first = first == 0 && c->wide,
+        .last = first + units == job->units,
         .streams = 1,
     };
 }
@@ -233,7 +245,7 @@ static code_run taken_apart(const code_job *job, const code_run *b, const ae_seg
     return out;
 }
 
-/* Row r's sums times factor[r] (NULL: 1), in outputs that are whole vectors. */
+/* Row r's sums times factor[r], in outputs that are whole vectors. */
 AE_INLINE void store_whole(const ae_linear_args *a, int64_t row, int64_t rows, int64_t out, const int bf16,
                            const int bias, const float *factor, const float *c)
 {
@@ -241,7 +253,7 @@ AE_INLINE void store_whole(const ae_linear_args *a, int64_t row, int64_t rows, i
     for (int k = 0; k < 2 && bias; k++) b[k] = vf_load(a->bias + out + k * AE_VL);
     char *to = (char *)a->y + output_at(a, row, out);
     for (int64_t i = 0; i < rows; i++, to += a->y_stride * (bf16 ? 2 : 4), c += AE_PANEL) {
-        const vf f = vf_set1(factor ? factor[i] : 1.0f);
+        const vf f = vf_set1(factor[i]);
         for (int k = 0; k < 2; k++) {
             const vf v = vf_load(c + k * AE_VL) * f;
             vf_put(to, k * AE_VL, bias ? v + b[k] : v, bf16);
@@ -257,7 +269,7 @@ static void store_rows(const ae_linear_args *a, int64_t row, int64_t rows, int64
     if (width < AE_PANEL)
         for (int64_t i = 0; i < rows; i++) {
             float *sums = c + i * AE_PANEL;
-            for (int k = 0; k < 2 && factor; k++) vf_store(sums + k * AE_VL, vf_load(sums + k * AE_VL) * vf_set1(factor[i]));
+            for (int k = 0; k < 2; k++) vf_store(sums + k * AE_VL, vf_load(sums + k * AE_VL) * vf_set1(factor[i]));
             store_row(a, row + i, out, width, sums);
         }
     else if (bf16)
@@ -322,10 +334,10 @@ static void panel_rows(const code_job *job, const code_segment *of, int64_t pane
             fetch(next, ahead * done, ahead * (done + mr));
             const ae_x_unit *x = job->x.x + (row + done) * job->x.at.stride + (of->wide ? job->x.at.wide : 0) + u;
             float *c = sums + done * AE_PANEL;
-            code_tiles[of->form][mr][s->group == 16](&b, x, job->x.at.stride, c);
+            b.totals = job->x.totals + row + done;
+            code_tiles[of->form][mr][of->sums](&b, x, job->x.at.stride, c);
             b.streams = 0;
-            const float *factor = of->wide ? NULL : job->x.factor + row + done;
-            if (u + units == job->units) store_rows(a, row + done, mr, out, width, factor, c);
+            if (b.last) store_rows(a, row + done, mr, out, width, job->x.factor[of->wide] + row + done, c);
         }
     }
 }

@@ -1,8 +1,9 @@
 /* Integer weights in panels, activations in units of 32, and the integer product of the two.
  *
- * A unit of activations is 32 of a row, rounded with one scale: to int16 for codes of 8 bits, to int8 for those of 4 and 5.
+ * A unit of activations is 32 of a row: int16 before codes of 8 bits, int8 before those of 4 and 5. All int16 units of a
+ * row have one scale, its factor, which meets each output once.
  * Scales of int8 units are whole multiples, 0 .. 32,767, of a factor of their row: the
- * instruction that adds up 16-bit sums multiplies by them on the way, and the factor meets each output once. Errors of
+ * instruction that adds up 16-bit sums multiplies by them on the way. Errors of
  * int8 grow with a unit's scale, and a few units of a row hold what is far larger than the rest: those whose scale stands
  * out get a second int8 code for each input, of what the first left over, in 256ths of its step. The products of those
  * are a sparse matter of each row's own.
@@ -19,6 +20,11 @@
  * 32 bits (2 x 31,496 x 32,767 = 2,064,058,864). Products of wide segments: codes
  * become 16-bit integers, a step being two: inputs 0 and 2 of its four, then 1 and 3. Their 32-bit sums cannot overflow
  * (32 x 255 x 32,767 = 267,378,720, and 128 taken off half of that). Every way yields the same integer.
+ *
+ * Where all inputs of an output share a scale, its whole sum is one integer. So that 32 bits hold it, int16 codes of such
+ * a weight are smaller the more inputs there are (29,127 at most of 576 inputs, 2,047 of 8,192). Their errors, squared
+ * and summed, are at most those of int8 codes with a scale for each unit: of n units with the greatest magnitudes t,
+ * n max(t)^2 / 2,047^2 is below the sum of t^2 / 127^2 as long as n < 260. Of more than AE_WHOLE_INPUTS, sums are of units.
  */
 #ifndef AE_QUANTISED_H
 #define AE_QUANTISED_H
@@ -26,7 +32,11 @@
 #include "api.h"
 #include "simd.h"
 
-enum { AE_UNIT = 32, AE_STEPS = 8, AE_OFFSET = 128, AE_OFFSET5 = 16, AE_MOST = 127, AE_MOST_SCALE = 32767 };
+enum { AE_UNIT = 32, AE_STEPS = 8, AE_OFFSET = 128, AE_OFFSET5 = 16, AE_MOST = 127, AE_MOST_SCALE = 32767,
+       AE_MOST_WIDE = 32767 };
+
+/* The most inputs of which one integer is the sum. */
+enum { AE_WHOLE_INPUTS = 8192 };
 
 /* A unit has second codes if its scale is more than AE_OUT times the mean of its row: 3 % of those of SmolLM2's prose. */
 enum { AE_OUT = 3 };
@@ -34,7 +44,7 @@ enum { AE_OUT = 3 };
 /* [0]: of all 32 inputs; [1], [2]: of the first and the last 16. */
 typedef struct {
     int8_t code[AE_UNIT]; /* of a wide unit none: its int16 codes stand apart */
-    float scale;        /* of int8 codes in factors of their row; of second ones in those factors' 256ths */
+    float scale;        /* of int8 codes in factors of their row; of second ones in those factors' 256ths; else 1 */
     float sums[3];      /* scale * sum of codes, second ones included */
     int32_t offsets[3]; /* -AE_OFFSET * sum of codes; of second codes: their unit, their row */
     uint32_t pair;      /* the scale of an int8 unit as an integer, twice: in both halves */
@@ -126,6 +136,19 @@ AE_INLINE int64_t code_units(int64_t in_features) { return (in_features + AE_UNI
 AE_INLINE int64_t code_groups(int64_t in_features, int64_t group)
 {
     return (code_units(in_features) * AE_UNIT + group - 1) / group;
+}
+
+/* Whether an output's sum is one integer. */
+AE_INLINE int is_whole(const ae_segment *s, int64_t in_features)
+{
+    return is_wide(s) && in_features <= AE_WHOLE_INPUTS && code_groups(in_features, s->group) == 1;
+}
+
+/* The greatest int16 code with which it fits 32 bits. */
+AE_INLINE int32_t whole_most(int64_t in_features)
+{
+    const int64_t most = INT32_MAX / (AE_OFFSET * AE_UNIT * code_units(in_features));
+    return most < AE_MOST_WIDE ? (int32_t)most : AE_MOST_WIDE;
 }
 
 /* Where the code of output `o` of a panel and input `k` of a row stands, in bytes from the panel's first. */

@@ -43,13 +43,18 @@ typedef struct {
     int64_t codes16;     /* from a unit of activations to its codes as 16-bit integers, in units */
     int f16;
     int first;   /* sums begin here, rather than with what c holds */
+    int last;    /* no unit comes after these */
     int streams; /* the codes come from memory: ask for them ahead */
+    const int32_t *totals; /* of each row of the tile, the sum of its int16 codes */
 } code_run;
 
 /* How codes are stored and multiplied. By int8: packed nibbles, those taken apart to bytes, or bytes of 5 bits. By int16:
  * packed bytes, or those taken apart to signed 16-bit integers. */
 enum { AE_PACKED4, AE_BYTES4, AE_BYTES5, AE_WIDE8, AE_APART16, AE_FORMS };
 #define AE_IS16(form) ((form) >= AE_WIDE8)
+
+/* Of how many inputs integer sums are: of units, of half units, or of all. */
+enum { AE_OF_UNITS, AE_OF_HALVES, AE_OF_ROWS, AE_SUMS };
 
 AE_INLINE int64_t form_bytes(const int form) /* of a unit */
 {
@@ -103,19 +108,18 @@ AE_INLINE void fetch(const void *p, int64_t from, int64_t to)
     for (int64_t i = from; i < to; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 
-/* The scale of a unit, in every lane: where products come apart, that of int8 as integers. */
-AE_INLINE vu unit_scale(const int form, const ae_x_unit *x)
-{
-    return AE_SPLIT && !AE_IS16(form) ? (vu){0} + x->pair : (vu)vf_set1(x->scale);
-}
+/* The scale of a unit of int8, in every lane: where products come apart, as integers. */
+AE_INLINE vu unit_scale(const ae_x_unit *x) { return AE_SPLIT ? (vu){0} + x->pair : (vu)vf_set1(x->scale); }
 
-/* sum + integer sums times both scales. */
+/* sum + integer sums times both scales; that of int16 units is their row's factor, which comes later. */
 AE_INLINE vf add_scaled(const int form, vi dot, vu scale_x, vf scale, vf sum)
 {
+    if (AE_IS16(form)) return vf_fma(scale, __builtin_convertvector(dot, vf), sum);
 #if AE_SPLIT
-    if (!AE_IS16(form)) return vf_fma(scale, __builtin_convertvector(multiply_pairs((vu)dot, scale_x), vf), sum);
-#endif
+    return vf_fma(scale, __builtin_convertvector(multiply_pairs((vu)dot, scale_x), vf), sum);
+#else
     return vf_fma((vf)scale_x, scale * __builtin_convertvector(dot, vf), sum);
+#endif
 }
 
 /* Integer sums of mr rows into their fp32 sums: those of `acc` when `keep`, of c otherwise. */
@@ -130,7 +134,7 @@ AE_INLINE void add_group(const int mr, const int form, const int keep, const int
     AE_UNROLL
     for (int i = 0; i < mr; i++) {
         const ae_x_unit *xi = x + i * ldx;
-        const vu scale_x = unit_scale(form, xi);
+        const vu scale_x = AE_IS16(form) ? (vu){0} : unit_scale(xi);
         const vf sum_x = vf_set1(xi->sums[which]);
         AE_UNROLL
         for (int k = 0; k < 2; k++) {
@@ -220,6 +224,38 @@ AE_INLINE void code_tile(const int mr, const int form, const int halves, const c
         for (int k = 0; k < 2; k++) vf_store(c + (i * 2 + k) * AE_VL, acc[i][k]);
 }
 
+/* The same where all units of a row share a scale: c holds integers until the last run. */
+AE_INLINE void row_tile(const int mr, const int form, const code_run *b, const ae_x_unit *x, int64_t ldx, float *c)
+{
+    const int64_t codes16 = b->codes16;
+    const uint8_t *codes = b->codes;
+    vi sums[AE_QR][2];
+    AE_UNROLL
+    for (int i = 0; i < mr; i++)
+        for (int k = 0; k < 2; k++)
+            sums[i][k] = !b->first ? (vi)vf_load(c + (i * 2 + k) * AE_VL)
+                                   : (vi){0} - (form == AE_WIDE8 ? AE_OFFSET * b->totals[i] : 0);
+    for (int64_t u = 0; u < b->units; u++, x++, codes += form_bytes(form)) {
+        if (form == AE_WIDE8 && b->streams) fetch(codes + AE_AHEAD, 0, form_bytes(form));
+        AE_UNROLL_STEPS
+        for (int j = 0; j < AE_STEPS; j++) {
+            add_products(mr, form, j, 0, codes, x, ldx, codes16, sums);
+            add_products(mr, form, j, 1, codes, x, ldx, codes16, sums);
+        }
+    }
+    AE_UNROLL
+    for (int k = 0; k < 2; k++) {
+        const vf scale = load_scale(b->scale, k, b->f16);
+        const vf minimum = b->minimum ? load_scale(b->minimum, k, b->f16) : vf_set1(0.0f);
+        AE_UNROLL
+        for (int i = 0; i < mr; i++) {
+            const vf sum = scale * __builtin_convertvector(sums[i][k], vf);
+            const vf both = b->minimum ? vf_fma(minimum, vf_set1((float)b->totals[i]), sum) : sum;
+            vf_store(c + (i * 2 + k) * AE_VL, b->last ? both : (vf)sums[i][k]);
+        }
+    }
+}
+
 /* c [row - first][outputs of the panel] += the product of mr units of second codes, at the same place of rows as they
  * say, with a panel that begins at b. */
 AE_INLINE void second_tile(const int mr, const int form, const int halves, const code_run *b,
@@ -248,7 +284,7 @@ AE_INLINE void second_tile(const int mr, const int form, const int halves, const
         for (int k = 0; k < 2; k++) of_256[k] = load_scale(scale, k, b->f16) * vf_set1(0x1p-8f);
         AE_UNROLL
         for (int i = 0; i < mr; i++) {
-            const vu scale_x = unit_scale(form, x[i]);
+            const vu scale_x = unit_scale(x[i]);
             float *at = c + (x[i]->offsets[1] - first) * AE_PANEL;
             for (int k = 0; k < 2; k++, at += AE_VL)
                 vf_store(at, add_scaled(form, sums[i][k], scale_x, of_256[k], vf_load(at)));
@@ -282,20 +318,27 @@ typedef void (*code_tile_fn)(const code_run *, const ae_x_unit *x, int64_t ldx, 
     {                                                                                                                 \
         code_tile(MR, FORM, HALVES, b, x, ldx, c);                                                                    \
     }
+#define ROW_TILE(FORM, MR)                                                                                            \
+    static __attribute__((noinline)) void tile_##FORM##_rows_##MR(const code_run *b, const ae_x_unit *x, int64_t ldx, \
+                                                                  float *c)                                           \
+    {                                                                                                                 \
+        row_tile(MR, FORM, b, x, ldx, c);                                                                             \
+    }
 #define FEW_TILES(MR)                                                                                                 \
-    CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR)   \
-    CODE_TILE(AE_BYTES5, 0, MR) CODE_TILE(AE_BYTES5, 1, MR)
+    CODE_TILE(AE_PACKED4, 0, MR) CODE_TILE(AE_PACKED4, 1, MR) CODE_TILE(AE_BYTES5, 0, MR) CODE_TILE(AE_BYTES5, 1, MR) \
+    CODE_TILE(AE_WIDE8, 0, MR) CODE_TILE(AE_WIDE8, 1, MR) ROW_TILE(AE_WIDE8, MR)
 #define MANY_TILES(MR)                                                                                                \
-    CODE_TILE(AE_BYTES4, 0, MR) CODE_TILE(AE_BYTES4, 1, MR) CODE_TILE(AE_APART16, 0, MR) CODE_TILE(AE_APART16, 1, MR)
+    CODE_TILE(AE_BYTES4, 0, MR) CODE_TILE(AE_BYTES4, 1, MR) CODE_TILE(AE_APART16, 0, MR) CODE_TILE(AE_APART16, 1, MR) \
+    ROW_TILE(AE_APART16, MR)
 AE_EACH_FEW(FEW_TILES)
 AE_EACH_MANY(MANY_TILES)
 #define PACKED4_ENTRY(MR) [MR] = {tile_AE_PACKED4_0_##MR, tile_AE_PACKED4_1_##MR},
 #define BYTES4_ENTRY(MR) [MR] = {tile_AE_BYTES4_0_##MR, tile_AE_BYTES4_1_##MR},
 #define BYTES5_ENTRY(MR) [MR] = {tile_AE_BYTES5_0_##MR, tile_AE_BYTES5_1_##MR},
-#define WIDE8_ENTRY(MR) [MR] = {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR},
-#define APART16_ENTRY(MR) [MR] = {tile_AE_APART16_0_##MR, tile_AE_APART16_1_##MR},
-/* [form][rows][groups of 16] */
-static const code_tile_fn code_tiles[AE_FORMS][AE_QR + 1][2] = {
+#define WIDE8_ENTRY(MR) [MR] = {tile_AE_WIDE8_0_##MR, tile_AE_WIDE8_1_##MR, tile_AE_WIDE8_rows_##MR},
+#define APART16_ENTRY(MR) [MR] = {tile_AE_APART16_0_##MR, tile_AE_APART16_1_##MR, tile_AE_APART16_rows_##MR},
+/* [form][rows][what integer sums are of] */
+static const code_tile_fn code_tiles[AE_FORMS][AE_QR + 1][AE_SUMS] = {
     [AE_PACKED4] = {AE_EACH_FEW(PACKED4_ENTRY)},
     [AE_BYTES4] = {AE_EACH_MANY(BYTES4_ENTRY)},
     [AE_BYTES5] = {AE_EACH_FEW(BYTES5_ENTRY)},
