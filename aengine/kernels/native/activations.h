@@ -2,6 +2,7 @@
 #ifndef AE_ACTIVATIONS_H
 #define AE_ACTIVATIONS_H
 
+#include "internal.h"
 #include "quantised.h"
 
 enum { AE_UNIT_VECTORS = AE_UNIT / AE_VL };
@@ -32,6 +33,26 @@ AE_INLINE int32_t vi_hmax(vi v)
     for (int i = 1; i < AE_VL; i++) t[0] = t[i] > t[0] ? t[i] : t[0];
     return t[0];
 #endif
+}
+
+/* Lane i: the greatest lane of v[i]. */
+AE_INLINE vi vi_hmaxes(const vi *v)
+{
+    vi most;
+#if AE_VL == 8 && defined(__AVX2__)
+    __m256i fours[2];
+    for (int i = 0; i < 2; i++) {
+        const __m256i *w = (const __m256i *)v + 4 * i;
+        const __m256i a = _mm256_max_epi32(_mm256_unpacklo_epi32(w[0], w[1]), _mm256_unpackhi_epi32(w[0], w[1]));
+        const __m256i b = _mm256_max_epi32(_mm256_unpacklo_epi32(w[2], w[3]), _mm256_unpackhi_epi32(w[2], w[3]));
+        fours[i] = _mm256_max_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    }
+    most = (vi)_mm256_max_epi32(_mm256_permute2x128_si256(fours[0], fours[1], 0x20),
+                                _mm256_permute2x128_si256(fours[0], fours[1], 0x31));
+#else
+    for (int i = 0; i < AE_VL; i++) most[i] = vi_hmax(v[i]);
+#endif
+    return most;
 }
 
 /* A unit of 32 integers that fit 8 bits, or 16 if `codes16` (inputs 0 and 2 of each four, then 1 and 3 of each), and
@@ -65,7 +86,7 @@ AE_INLINE void narrow_unit(const vi *q, float scale, uint32_t pair, ae_x_unit *t
     const __m256i other = _mm256_permute2x128_si256(own, own, 1), all = _mm256_add_epi32(own, other);
     const __m256i sums = _mm256_blend_epi32(_mm256_blend_epi32(all, own, 0x44), other, 0x28);
     const __m256 scales = _mm256_set1_ps(scale), scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scales);
-    const __m256i offsets = _mm256_mullo_epi32(sums, _mm256_set1_epi32(-AE_OFFSET));
+    const __m256i offsets = codes16 ? _mm256_mullo_epi32(sums, _mm256_set1_epi32(-AE_OFFSET)) : sums;
     const __m256i tail = _mm256_blend_epi32(_mm256_castps_si256(_mm256_blend_ps(scaled, scales, 1)), offsets, 0x70);
     _mm256_storeu_si256((void *)&to->scale, _mm256_blend_epi32(tail, _mm256_set1_epi32((int)pair), 0x80));
 #else
@@ -168,42 +189,61 @@ AE_INLINE void second_codes(const vf *v, float inverse, ae_x_unit *to, int64_t u
     second->offsets[1] = (int32_t)row;
 }
 
+/* The greatest magnitude of each unit to `tops`, AE_VL at a time; returns that of all. */
+AE_INLINE float unit_tops(const void *x, const int bf16, int64_t n, float *tops)
+{
+    const vi none = (vi)vf_set1(0.0f);
+    vi all = none;
+    for (int64_t k = 0; k < n; k += AE_VL * AE_UNIT, tops += AE_VL) {
+        vi own[AE_VL];
+        for (int i = 0; i < AE_VL; i++) {
+            vf v[AE_UNIT_VECTORS];
+            own[i] = none;
+            if (k + i * AE_UNIT >= n) continue;
+            load_unit(x, bf16, n, k + i * AE_UNIT, v);
+            own[i] = greater(none, v);
+        }
+        const vi most = vi_hmaxes(own);
+        vf_store(tops, (vf)most);
+        all = vi_max(all, most);
+    }
+    return greatest(all);
+}
+
 /* Row `row`, of int8 codes; its factor, NaN where a value is not finite. A unit's scale is the least multiple of the factor
  * by which its greatest magnitude comes out as AE_MOST at most. Those whose scale stands out get second codes, which
- * stand one after another; *seconds: how many. */
-AE_INLINE float quantise_narrow(const void *x, const int bf16, int64_t n, int64_t row, ae_x_unit *to,
+ * stand one after another; *seconds: how many. `own`: room for two numbers a unit, whole vectors of both. */
+AE_INLINE float quantise_narrow(const void *x, const int bf16, int64_t n, int64_t row, float *own, ae_x_unit *to,
                                 ae_x_unit *second, int64_t *seconds)
 {
     const float most = AE_MOST * AE_MOST_SCALE;
-    const int64_t units = code_units(n);
-    vf v[AE_UNIT_VECTORS];
-    vi q[AE_UNIT_VECTORS];
-    float top = 0.0f;
-    int finite = 1;
-    for (int64_t u = 0; u < units; u++) {
-        load_unit(x, bf16, n, u * AE_UNIT, v);
-        const float own = greatest(greater((vi)vf_set1(0.0f), v));
-        to[u].scale = own;
-        finite &= own < __builtin_inff();
-        top = own > top ? own : top;
+    const int64_t units = code_units(n), room = ae_round_up(units, AE_VL);
+    float *by = own, *scales = own + room; /* by what values are multiplied; scales as integers */
+    const float top = unit_tops(x, bf16, n, own);
+    const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-100f; /* most / top, top / most: normal */
+    const vf inverse = vf_set1(fits ? most / top : 0.0f), factors = vf_set1(fits ? AE_MOST_SCALE / top : 0.0f);
+    vi totals = (vi){0};
+    for (int64_t u = 0; u < room; u += AE_VL) {
+        const vf exact = finite ? vf_load(own + u) * factors : vf_set1(0.0f);
+        const vi below = __builtin_convertvector(exact, vi);
+        const vi above = below - (vi)(__builtin_convertvector(below, vf) < exact);
+        const vf scale = vf_min(__builtin_convertvector(above, vf), vf_set1(AE_MOST_SCALE));
+        const vi whole = __builtin_convertvector(scale, vi);
+        totals += whole;
+        vf_store(by + u, vf_select(whole > 0, inverse / scale, vf_set1(0.0f)));
+        vf_store(scales + u, (vf)whole);
     }
-    const int fits = finite && top >= 0x1p-100f; /* most / top, top / most: normal */
-    const float inverse = fits ? most / top : 0.0f, scales = fits ? AE_MOST_SCALE / top : 0.0f;
     int64_t total = 0, out = 0;
-    for (int64_t u = 0; u < units; u++) {
-        const float exact = finite ? to[u].scale * scales : 0.0f;
-        const int32_t below = (int32_t)exact, above = below + ((float)below < exact);
-        const int32_t scale = above < AE_MOST_SCALE ? above : AE_MOST_SCALE;
-        to[u].scale = (float)scale;
-        total += scale;
-    }
+    for (int i = 0; i < AE_VL; i++) total += totals[i];
     for (int64_t u = 0; u < units; u++, to++) {
-        const int64_t scale = (int64_t)to->scale;
-        const float by = scale ? inverse / (float)scale : 0.0f;
+        vf v[AE_UNIT_VECTORS];
+        vi q[AE_UNIT_VECTORS];
+        int32_t scale;
+        memcpy(&scale, scales + u, sizeof scale);
         load_unit(x, bf16, n, u * AE_UNIT, v);
-        round_unit(v, by, finite, q);
+        round_unit(v, by[u], finite, q);
         narrow_unit(q, (float)scale, (uint32_t)scale * 0x10001u, to, NULL);
-        if (scale * units > AE_OUT * total) second_codes(v, by, to, u, row, second + out++);
+        if (scale * units > AE_OUT * total) second_codes(v, by[u], to, u, row, second + out++);
     }
     *seconds = out;
     return fits ? top / most : finite ? 0.0f : __builtin_nanf("");

@@ -52,16 +52,20 @@ typedef struct {
     int32_t *totals;          /* by row, the sum of its int16 codes */
     ae_x_unit *second;        /* second codes, [row][units] */
     int64_t *counts;          /* by row, how many there are */
+    float *own;               /* by thread, what rounding a row needs */
     const ae_x_unit **listed; /* all there are, places rising, and of a place rows rising */
     int64_t *ends;            /* where those of a place end in that list, of every place that has any */
     int64_t places;
     x_layout at;
 } quantise_job;
 
+static int64_t own_floats(const quantise_job *job) { return 2 * ae_round_up(job->at.units, AE_VL); }
+
 static void quantise_part(void *arg, int part, int parts)
 {
     const quantise_job *job = arg;
     const ae_linear_args *a = job->args;
+    float *own = job->own + ae_pool_thread() * own_floats(job);
     for (int64_t r = a->rows * part / parts; r < a->rows * (part + 1) / parts; r++) {
         const char *from = (const char *)a->x + r * a->x_stride * ae_dtype_bytes(a->x_dtype);
         ae_x_unit *to = job->x + r * job->at.stride;
@@ -69,8 +73,8 @@ static void quantise_part(void *arg, int part, int parts)
         const int64_t units = job->at.units;
         ae_x_unit *second = job->second + r * units;
         if (job->at.has_narrow)
-            job->factor[0][r] = bf16 ? quantise_narrow(from, 1, n, r, to, second, job->counts + r)
-                                     : quantise_narrow(from, 0, n, r, to, second, job->counts + r);
+            job->factor[0][r] = bf16 ? quantise_narrow(from, 1, n, r, own, to, second, job->counts + r)
+                                     : quantise_narrow(from, 0, n, r, own, to, second, job->counts + r);
         if (!job->at.has_wide) continue;
         const int32_t most = job->at.most;
         to += job->at.wide;
@@ -105,7 +109,8 @@ static int quantise(ae_context *ctx, const ae_linear_args *a, quantise_job *job)
     const int64_t lines = a->rows * job->at.stride, second = job->at.has_narrow ? a->rows * job->at.units : 0;
     const size_t bytes = (size_t)(lines + second) * sizeof *job->x + (size_t)second * sizeof *job->listed +
                          (size_t)(a->rows + job->at.units) * sizeof *job->ends +
-                         (size_t)a->rows * (2 * sizeof *job->factor[0] + sizeof *job->totals);
+                         (size_t)a->rows * (2 * sizeof *job->factor[0] + sizeof *job->totals) +
+                         (size_t)(ae_pool_threads(ctx->pool) * own_floats(job)) * sizeof *job->own;
     job->x = ae_pool_scratch(ctx->pool, AE_SHARED_A, bytes);
     if (!job->x) return AE_NO_MEMORY;
     job->second = job->x + lines;
@@ -115,6 +120,7 @@ static int quantise(ae_context *ctx, const ae_linear_args *a, quantise_job *job)
     job->factor[0] = (float *)(job->counts + a->rows);
     job->factor[1] = job->factor[0] + a->rows;
     job->totals = (int32_t *)(job->factor[1] + a->rows);
+    job->own = (float *)(job->totals + a->rows);
     /* 8 K activations are about 4 us. */
     ae_pool_run(ctx->pool, quantise_part, job, ae_row_parts(ctx, a->rows, a->in_features, 8192));
     job->places = 0;
