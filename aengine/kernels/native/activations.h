@@ -56,8 +56,8 @@ AE_INLINE vi vi_hmaxes(const vi *v)
 }
 
 /* A unit of 32 integers that fit 8 bits, or 16 if `codes16` (inputs 0 and 2 of each four, then 1 and 3 of each), and
- * their scale, as `pair` too. */
-AE_INLINE void narrow_unit(const vi *q, float scale, uint32_t pair, ae_x_unit *to, int16_t *codes16)
+ * their scale, as `pair` too. The lanes of the result add up to their sum; `to` NULL: nothing else is wanted but codes16. */
+AE_INLINE vi narrow_unit(const vi *q, float scale, uint32_t pair, ae_x_unit *to, int16_t *codes16)
 {
 #if AE_VL == 8 && defined(__AVX2__)
     /* Packing works within halves of a register: the pieces of four inputs come out as 0 4 1 5 2 6 3 7. */
@@ -80,6 +80,7 @@ AE_INLINE void narrow_unit(const vi *q, float scale, uint32_t pair, ae_x_unit *t
         _mm256_storeu_si256((void *)to->code, bytes);
         fours = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), ones);
     }
+    if (!to) return (vi)fours;
     const __m256i eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
     /* Each half of `own` the sum of its 16 inputs, of `other` that of the others; then what follows the scale. */
     const __m256i own = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0xb1));
@@ -89,6 +90,7 @@ AE_INLINE void narrow_unit(const vi *q, float scale, uint32_t pair, ae_x_unit *t
     const __m256i offsets = codes16 ? _mm256_mullo_epi32(sums, _mm256_set1_epi32(-AE_OFFSET)) : sums;
     const __m256i tail = _mm256_blend_epi32(_mm256_castps_si256(_mm256_blend_ps(scaled, scales, 1)), offsets, 0x70);
     _mm256_storeu_si256((void *)&to->scale, _mm256_blend_epi32(tail, _mm256_set1_epi32((int)pair), 0x80));
+    return (vi)fours;
 #else
     int32_t sums[3] = {0};
     for (int i = 0; i < AE_UNIT_VECTORS; i++) {
@@ -104,12 +106,14 @@ AE_INLINE void narrow_unit(const vi *q, float scale, uint32_t pair, ae_x_unit *t
         }
     }
     sums[0] = sums[1] + sums[2];
-    to->scale = scale;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 3 && to; i++) {
         to->sums[i] = scale * (float)sums[i];
         to->offsets[i] = -AE_OFFSET * sums[i];
     }
-    to->pair = pair;
+    if (to) to->scale = scale, to->pair = pair;
+    vi all = {0};
+    all[0] = sums[0];
+    return all;
 #endif
 }
 
@@ -148,13 +152,13 @@ AE_INLINE void round_unit(const vf *v, float inverse, int finite, vi *q)
     for (int i = 0; i < AE_UNIT_VECTORS && !finite; i++) q[i] = (vi)vf_set1(0.0f);
 }
 
-/* A row of int16 codes of magnitude `most` at most, `codes16` units after what else there is of each unit; *total: their
- * sum. Returns the row's factor, NaN where a value is not finite, so that every output of the row is marked. */
-AE_INLINE float quantise_wide(const void *x, const int bf16, int64_t n, int32_t most, ae_x_unit *to, int64_t codes16,
-                              int32_t *total)
+/* A row of int16 codes of magnitude `most` at most, `codes16` units after what else there is of each unit, if `units`;
+ * *total: their sum. Returns the row's factor, NaN where a value is not finite, so that every output of the row is marked. */
+AE_INLINE float quantise_wide(const void *x, const int bf16, int64_t n, int32_t most, const int units, ae_x_unit *to,
+                              int64_t codes16, int32_t *total)
 {
     vf v[AE_UNIT_VECTORS];
-    vi q[AE_UNIT_VECTORS], magnitude = (vi)vf_set1(0.0f);
+    vi q[AE_UNIT_VECTORS], magnitude = (vi)vf_set1(0.0f), sums = magnitude;
     for (int64_t k = 0; k < n; k += AE_UNIT) {
         load_unit(x, bf16, n, k, v);
         magnitude = greater(magnitude, v);
@@ -162,14 +166,13 @@ AE_INLINE float quantise_wide(const void *x, const int bf16, int64_t n, int32_t 
     const float top = greatest(magnitude);
     const int finite = top < __builtin_inff(), fits = finite && top >= 0x1p-100f; /* most / top, top / most: normal */
     const float inverse = fits ? (float)most / top : 0.0f;
-    int32_t sum = 0;
     for (int64_t k = 0; k < n; k += AE_UNIT, to++) {
         load_unit(x, bf16, n, k, v);
         round_unit(v, inverse, finite, q);
-        narrow_unit(q, 1.0f, 0, to, (int16_t *)(to + codes16));
-        sum += (int32_t)to->sums[0];
+        sums += narrow_unit(q, 1.0f, 0, units ? to : NULL, (int16_t *)(to + codes16));
     }
-    *total = sum;
+    *total = 0;
+    for (int i = 0; i < AE_VL; i++) *total += sums[i];
     return fits ? top / (float)most : finite ? 0.0f : __builtin_nanf("");
 }
 

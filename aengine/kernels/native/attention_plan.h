@@ -163,17 +163,27 @@ static void add_tile(attn_job *job, attn_tile *t, int64_t heads)
 }
 
 /* Rows of few tokens, those that share pages side by side. A row alone is one task with all its heads, where tasks are
- * enough for every thread: a block of its pages is then read as one contiguous piece. */
+ * enough for every thread: a block of its pages is then read as one contiguous piece. Where they are few and do not go
+ * round evenly, as three heads of one row for two threads, each thread gets a share of every row's tokens. */
 static void add_small_rows(attn_job *job, int64_t *rows, int64_t count, int64_t tile_tokens, int threads)
 {
     const ae_attention_args *a = job->args;
     int64_t spans = 0;
     for (int64_t i = 0; i < count; i++) spans += (row_keys(a, rows[i]).end - row_keys(a, rows[i]).begin) / AE_SPAN + 1;
-    const int64_t together = spans >= 4 * threads ? a->kv_heads : 1;
+    const int64_t together = spans >= 4 * threads ? a->kv_heads : 1, tasks = job->tiles + spans * a->kv_heads;
+    const int64_t shares = tasks < 4 * threads && tasks % threads ? threads : 1;
     sort_rows(a, rows, count);
     for (int64_t i = 0; i < count;) {
         attn_tile t = {0};
         int64_t tokens = row_tokens(a, rows[i]);
+        if (shares > 1 && tokens > 1) {
+            const int64_t share = ae_ceil_div(tokens, shares), row = rows[i++];
+            for (int64_t first = 0; first < tokens; first += share) {
+                add_segment(job, &t, row, first, ae_min(share, tokens - first));
+                add_tile(job, &t, 1);
+            }
+            continue;
+        }
         add_segment(job, &t, rows[i++], 0, tokens);
         for (; i < count && (tokens += row_tokens(a, rows[i])) <= tile_tokens && share_pages(a, rows[i - 1], rows[i]); i++)
             add_segment(job, &t, rows[i], 0, row_tokens(a, rows[i]));

@@ -29,7 +29,8 @@
 typedef struct {
     int64_t units, wide, stride; /* units of a kind, where the wide begin, the next row */
     int has_narrow, has_wide;
-    int32_t most; /* the greatest int16 code */
+    int wide_units; /* whether anybody asks for single units of the wide */
+    int32_t most;   /* the greatest int16 code */
 } x_layout;
 
 static x_layout x_layout_of(const ae_quantised *w, int64_t in_features)
@@ -37,7 +38,10 @@ static x_layout x_layout_of(const ae_quantised *w, int64_t in_features)
     x_layout at = {.units = code_units(in_features), .most = AE_MOST_WIDE};
     for (int64_t i = 0; i < w->count; i++) {
         *(is_wide(&w->segments[i]) ? &at.has_wide : &at.has_narrow) = 1;
-        if (is_whole(&w->segments[i], in_features)) at.most = whole_most(in_features);
+        if (is_whole(&w->segments[i], in_features))
+            at.most = whole_most(in_features);
+        else if (is_wide(&w->segments[i]))
+            at.wide_units = 1;
     }
     at.wide = at.has_narrow ? at.units : 0;
     /* An odd number of lines: the rows of a tile do not fall into the same sets of the cache. */
@@ -61,6 +65,17 @@ typedef struct {
 
 static int64_t own_floats(const quantise_job *job) { return 2 * ae_round_up(job->at.units, AE_VL); }
 
+static float round_wide(const quantise_job *job, const char *from, ae_x_unit *to, int32_t *total)
+{
+    const int64_t n = job->args->in_features, units = job->at.units;
+    const int32_t most = job->at.most;
+    if (job->args->x_dtype == AE_BF16)
+        return job->at.wide_units ? quantise_wide(from, 1, n, most, 1, to, units, total)
+                                  : quantise_wide(from, 1, n, most, 0, to, units, total);
+    return job->at.wide_units ? quantise_wide(from, 0, n, most, 1, to, units, total)
+                              : quantise_wide(from, 0, n, most, 0, to, units, total);
+}
+
 static void quantise_part(void *arg, int part, int parts)
 {
     const quantise_job *job = arg;
@@ -76,10 +91,8 @@ static void quantise_part(void *arg, int part, int parts)
             job->factor[0][r] = bf16 ? quantise_narrow(from, 1, n, r, own, to, second, job->counts + r)
                                      : quantise_narrow(from, 0, n, r, own, to, second, job->counts + r);
         if (!job->at.has_wide) continue;
-        const int32_t most = job->at.most;
         to += job->at.wide;
-        job->factor[1][r] = bf16 ? quantise_wide(from, 1, n, most, to, units, job->totals + r)
-                                 : quantise_wide(from, 0, n, most, to, units, job->totals + r);
+        job->factor[1][r] = round_wide(job, from, to, job->totals + r);
     }
 }
 
@@ -232,17 +245,21 @@ static code_run taken_apart(const code_job *job, const code_run *b, const ae_seg
     if (b->minimum) fetch(b->minimum + scale_bytes, 0, scale_bytes);
     out.streams = 0;
     if (s->bits != 5) out.codes = (const uint8_t *)scratch;
-    for (int64_t i = 0; i < b->units * AE_STEPS && s->bits == 4; i++) {
-        vu w0, w1;
-        load_codes(b->codes, AE_PACKED4, (int)i, 0, &w0, &w1);
-        to[2 * i] = w0;
-        to[2 * i + 1] = w1;
-    }
-    for (int64_t i = 0; i < b->units * AE_STEPS * 2 && s->bits == 8; i++) {
-        const vu v = ((const vu_mem *)b->codes)[i];
-        to[4 * (i / 2) + i % 2] = signed_codes(alternate(v, 0));
-        to[4 * (i / 2) + i % 2 + 2] = signed_codes(alternate(v, 1));
-    }
+    if (s->bits == 4)
+        for (int64_t i = 0; i < b->units * AE_STEPS; i++, to += 2) {
+            vu w0, w1;
+            load_codes(b->codes, AE_PACKED4, (int)i, 0, &w0, &w1);
+            to[0] = w0;
+            to[1] = w1;
+        }
+    if (s->bits == 8)
+        for (int64_t i = 0; i < b->units * AE_STEPS; i++, to += 4) {
+            const vu v0 = ((const vu_mem *)b->codes)[2 * i], v1 = ((const vu_mem *)b->codes)[2 * i + 1];
+            to[0] = signed_codes(alternate(v0, 0));
+            to[1] = signed_codes(alternate(v1, 0));
+            to[2] = signed_codes(alternate(v0, 1));
+            to[3] = signed_codes(alternate(v1, 1));
+        }
     if (b->f16) {
         out.scale = widen_scale(b->scale, groups * AE_PANEL, scratch + at.codes);
         if (b->minimum) out.minimum = widen_scale(b->minimum, groups * AE_PANEL, scratch + at.codes + at.scale);
@@ -325,6 +342,7 @@ static void panel_rows(const code_job *job, const code_segment *of, int64_t pane
     const ae_segment *s = of->of;
     const int64_t width = ae_min(AE_PANEL, s->out_features - panel * AE_PANEL), out = of->out + panel * AE_PANEL;
     const int64_t longest = of->apart ? job->run[of->form] : job->units;
+    const int64_t tiles = ae_ceil_div(rows, AE_QR);
     float *sums = (float *)(scratch + job->at.codes + 2 * job->at.scale);
     for (int64_t u = 0; u < job->units; u += longest) {
         const int64_t units = ae_min(longest, job->units - u), bytes = units * AE_UNIT_BYTES(s->bits);
@@ -333,8 +351,8 @@ static void panel_rows(const code_job *job, const code_segment *of, int64_t pane
         code_run b = of->apart ? taken_apart(job, &packed, s, scratch) : packed;
         const uint8_t *next = packed.codes + bytes;
         if (u == 0 && !of->wide) seconds_of(job, s, &packed, row, rows, sums);
-        for (int64_t done = 0, mr; done < rows; done += mr) {
-            mr = ae_ceil_div(rows - done, ae_ceil_div(rows - done, AE_QR)); /* equal ones: 4 and 4, not 6 and 2 */
+        for (int64_t done = 0, tile = 0, mr; done < rows; done += mr, tile++) {
+            mr = rows / tiles + (tile < rows % tiles); /* equal ones: 4 and 4, not 6 and 2 */
             for (int64_t i = 0; u == 0 && i < mr; i++)
                 __builtin_prefetch((char *)a->y + output_at(a, row + done + i, out), 1, 2);
             fetch(next, ahead * done, ahead * (done + mr));
