@@ -5,7 +5,8 @@ on the event loop).
 Does not know: what the work is, torch, step plans.
 Invariants: work runs in launch order on one thread. An error surfaces in the first event recorded after the work that
 raised it, and only there; later work still runs. Nothing polls. Both queues hold at most what the engine keeps in
-flight, depth + 1 steps, so they need no bound of their own.
+flight, depth + 1 steps, so they need no bound of their own. Who gives work to an idle thread lets it begin first: else
+the interpreter, which both need, would stay with the giver for a turn, while the device has nothing to do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from aengine.runner.protocol import Event
+
+
+HAND_OVER_S = 0.001  # an idle thread takes work after 0.1 ms; one that does not within this is not waited for
 
 
 class _ThreadEvent:
@@ -52,6 +56,7 @@ class ThreadStream:
 
     def __init__(self, *, initialise: Callable[[], None] | None = None, name: str = "aengine-stream") -> None:
         self._queue: SimpleQueue[Callable[[], None] | _ThreadEvent | None] = SimpleQueue()
+        self._launched = self._done = 0  # the first is written by who launches, the second by the thread
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -68,7 +73,20 @@ class ThreadStream:
 
     def launch(self, fn: Callable[[], None]) -> None:
         self._check_open()
-        self._queue.put(fn)
+        idle = self._launched == self._done
+        self._launched += 1
+        if not idle:
+            self._queue.put(fn)
+            return
+        taken = threading.Lock()
+        taken.acquire()
+
+        def begin() -> None:
+            taken.release()
+            fn()
+
+        self._queue.put(begin)
+        taken.acquire(timeout=HAND_OVER_S)
 
     def record(self) -> Event:
         self._check_open()
@@ -98,6 +116,7 @@ class ThreadStream:
                 item()
             except BaseException as raised:  # whatever it is, it belongs to its step, not to this thread
                 error = error or raised
+            self._done += 1
             del item  # a step's tensors must not live on until the next step comes
 
 

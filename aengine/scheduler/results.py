@@ -32,9 +32,13 @@ from aengine.types import (
 
 if TYPE_CHECKING:
     from aengine.scheduler.scheduler import Scheduler
+    from aengine.scheduler.sequence import Sequence
 
 
 _Column = TypeVar("_Column", Int32s, Int64s)
+
+
+FEW_ROWS = 4  # that Python goes through in less time than a dozen NumPy calls take
 
 
 class OutputBuilder:
@@ -97,6 +101,8 @@ def commit_rows(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Non
     plain = not result.failed and not np.count_nonzero(c.mute) and not _settled(scheduler, plan)
     if plan.decodes == alive == len(live) and plain:
         ended = _commit_decodes(scheduler, plan, result)
+    elif plain and alive == len(live) <= FEW_ROWS and not plan.prompt_logprobs and min(plan.samples.tolist()) > 1:
+        ended = _commit_drafts(scheduler, plan, result)
     else:
         ended = _commit_some(scheduler, plan, result, live)
     for sequence, reason, stop_id, error in ended:
@@ -130,6 +136,17 @@ def _commit_steady(scheduler: Scheduler, steady: SteadyRows, plan: StepPlan, res
     lane = steady.lane(plan.step + 1)
     if lane is None or not lane.commit(scheduler):
         _publish_due(scheduler, plan.slots, plan.starts, plan.starts + 1)
+    return ended
+
+
+def _commit_drafts(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> list[Ending]:
+    """Few rows, each with drafts: the device waits for this, and NumPy calls would take longer than what they do."""
+    c, every = scheduler.columns, scheduler.cache.commit_tokens
+    ended: list[Ending] = []
+    for row, slot in enumerate(plan.slots.tolist()):
+        ended += _accept_drafts(scheduler, plan, row, result)
+        if every and c.computed.item(slot) // every > plan.starts.item(row) // every:
+            _publish(scheduler, plan.slots[row : row + 1], c.computed[slot : slot + 1])
     return ended
 
 
@@ -204,12 +221,15 @@ def _with_grammars(ended: list[Ending], by_grammar: list[Ending]) -> list[Ending
 
 def _ending(scheduler: Scheduler, slot: int, token: int) -> list[Ending]:
     """Whether the sequence in `slot`, whose last token is `token`, ends with it."""
-    c = scheduler.columns
-    sequence = scheduler.at(slot)
-    output_tokens = int(c.known[slot]) - sequence.prompt_tokens
-    if token in sequence.request.rules.stop_ids and output_tokens > sequence.request.sampling.min_tokens:
+    return _ending_at(scheduler.at(slot), scheduler.columns.known.item(slot), scheduler.columns.limit.item(slot), token)
+
+
+def _ending_at(sequence: Sequence, known: int, limit: int, token: int) -> list[Ending]:
+    """Whether it ends with `token`, the last of `known`."""
+    request = sequence.request
+    if token in request.rules.stop_ids and known - sequence.prompt_tokens > request.sampling.min_tokens:
         return [(sequence, FinishReason.STOP, token, None)]
-    if c.known[slot] >= c.limit[slot]:
+    if known >= limit:
         return [(sequence, FinishReason.LENGTH, None, None)]
     return []
 
@@ -217,28 +237,27 @@ def _ending(scheduler: Scheduler, slot: int, token: int) -> list[Ending]:
 def _accept_drafts(scheduler: Scheduler, plan: StepPlan, row: int, result: StepResult) -> list[Ending]:
     """A draft row: keep the accepted tokens up to a stop, forget the positions behind them."""
     c, out = scheduler.columns, scheduler.outputs
-    slot = int(plan.slots[row])
+    slot, start, accepted = plan.slots.item(row), plan.starts.item(row), result.counts.item(row)
     sequence = scheduler.at(slot)
-    start, accepted = int(plan.starts[row]), int(result.counts[row])
+    known, limit = c.known.item(slot), c.limit.item(slot)
     logprobs = result.logprobs.get(row)
     ended: list[Ending] = []
     kept = 0
-    for i in range(accepted):
-        token = int(result.tokens[row, i])
-        c.tokens[slot, c.known[slot]] = token
-        c.known[slot] += 1
+    for token in result.tokens[row, :accepted].tolist():
         kept += 1
-        ended = _ending(scheduler, slot, token)
+        ended = _ending_at(sequence, known + kept, limit, token)
         if ended:
             break
-    first = out.sampled(np.full(kept, c.handle[slot]), result.tokens[row, :kept])
+    tokens = result.tokens[row, :kept]
+    c.tokens[slot, known : known + kept] = tokens
+    c.known[slot] = c.expected[slot] = known + kept
+    first = out.sampled(plan.handles[row : row + 1].repeat(kept), tokens)
     if logprobs is not None:
         for i in range(kept):
             one = slice(i, i + 1)
             out.logprobs[first + i] = Logprobs(logprobs.ids[one], logprobs.values[one], logprobs.ranks[one])
     scheduler.drafts.retired(max(0, min(kept, accepted - 1)))
     c.drafting[slot] = False
-    c.expected[slot] = c.known[slot]
     assert sequence.lease is not None
     frontier = scheduler.cache.rollback(sequence.lease, start + kept, last_step=plan.step)
     c.scheduled[slot] = c.computed[slot] = frontier  # before start + kept where a state must be computed again

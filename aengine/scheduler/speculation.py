@@ -19,7 +19,7 @@ from aengine.scheduler.drafts import Drafter, DraftRow
 from aengine.scheduler.pages import try_grow
 from aengine.scheduler.plan_builder import PlanBuilder
 from aengine.scheduler.recurrent import draft_room
-from aengine.types import Int64s
+from aengine.types import NO_ROWS, Int64s
 
 if TYPE_CHECKING:
     from aengine.scheduler.scheduler import Scheduler
@@ -79,6 +79,8 @@ def plan_drafts(scheduler: Scheduler, drafter: Drafter, slots: Int64s, build: Pl
             scheduler.drafts.launched(len(drafts))
             build.row(row.slot, 1 + len(drafts), 1 + len(drafts), np.array(drafts, np.int32))
             drafted.append(row.slot)
+    if len(drafted) == len(slots):
+        return NO_ROWS
     return slots[~np.isin(slots, drafted)] if drafted else slots
 
 
