@@ -5,9 +5,9 @@ the same thread pool (bench/limits.c): bytes read from memory, fp32 fused multip
 and of 16 bits. One row counts against the read rate (bytes as packed, scales included), 64
 and more against arithmetic. bf16 weights are widened and multiplied in fp32: their limit is fp32's.
 
-A figure is the sum over layers of each call's least time. Limits are taken between the calls, and the best of them counts: the
-machine's speed changes within seconds, so that the best of both belong together. With one thread, time is the thread's
-CPU time, which other programs on the machine disturb least; with more, it is wall time.
+A figure is the sum over layers of each call's least time. Limits are taken between the calls, and the best of them
+counts: the machine's speed changes within seconds, and the best of both belong together. With one thread, time is the
+thread's CPU time, which other programs on the machine disturb least; with more, it is wall time.
 
     python bench/kernels_cpu.py [--threads 1] [--formats w4g32,w8g32] [--rows 1,64] [--seconds 2]
 """

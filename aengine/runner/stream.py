@@ -18,7 +18,6 @@ from queue import SimpleQueue
 
 from aengine.runner.protocol import Event
 
-
 HAND_OVER_S = 0.001  # an idle thread takes work after 0.1 ms; one that does not within this is not waited for
 
 

@@ -43,6 +43,26 @@ def test_launch_and_record_return_while_work_is_held(stream):
     assert event.done()
 
 
+def test_an_idle_thread_has_taken_its_work_when_launch_returns(stream, monkeypatch):
+    monkeypatch.setattr("aengine.runner.stream.HAND_OVER_S", 60.0)
+    for _ in range(20):
+        gate = threading.Event()
+        stream.launch(gate.wait)
+        assert stream._queue.empty()
+        stream.launch(lambda: None)  # behind other work nobody waits
+        gate.set()
+        stream.record().wait()
+
+
+def test_launch_does_not_wait_long_for_a_thread_that_does_not_come(stream, monkeypatch):
+    monkeypatch.setattr("aengine.runner.stream.HAND_OVER_S", 0.0)
+    gate = threading.Event()
+    stream.launch(gate.wait)
+    stream.launch(lambda: None)
+    gate.set()
+    stream.record().wait()
+
+
 def test_an_error_surfaces_in_the_event_of_its_work_only(stream):
     done = []
     before = stream.record()

@@ -22,9 +22,10 @@
  * (32 x 255 x 32,767 = 267,378,720, and 128 taken off half of that). Every way yields the same integer.
  *
  * Where all inputs of an output share a scale, its whole sum is one integer. So that 32 bits hold it, int16 codes of such
- * a weight are smaller the more inputs there are (29,127 at most of 576 inputs, 2,047 of 8,192). Their errors, squared
- * and summed, are at most those of int8 codes with a scale for each unit: of n units with the greatest magnitudes t,
- * n max(t)^2 / 2,047^2 is below the sum of t^2 / 127^2 as long as n < 260. Of more than AE_WHOLE_INPUTS, sums are of units.
+ * a weight are smaller the more inputs there are (29,127 at most of 576 inputs, 2,047 of 8,192). Half a step, squared and
+ * summed over a row, is still no more than int8 codes with a scale for each unit may be off: of n units with the greatest
+ * magnitudes t, n max(t)^2 / 2,047^2 is below the sum of t^2 / 127^2 as long as n < 260. Of more than AE_WHOLE_INPUTS,
+ * sums are of units.
  */
 #ifndef AE_QUANTISED_H
 #define AE_QUANTISED_H
