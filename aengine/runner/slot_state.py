@@ -48,6 +48,8 @@ class SlotState:
         self.media = media
         self.tables = tuple(self._zeros(slots, columns) for columns in table_columns)
         self.relay = self._zeros(slots).fill_(POISON)
+        # The same memory, where it is the host's: torch would let go of the interpreter, and get it back a turn later.
+        self._arrays = [table.numpy() for table in (self.relay, *self.tables)] if device.type == "cpu" else None
         self._lost: str | None = None
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -71,12 +73,23 @@ class SlotState:
 
     def _update_slots(self, setups: Sequence[SlotSetup], deltas: Sequence[TableDelta]) -> None:
         for setup in setups:
-            self.relay[setup.slot].fill_(POISON)
-            for table in self.tables:
-                table[setup.slot].zero_()
+            self._clear(setup.slot)
             self._sampler.setup(setup)
             if self.media is not None:
                 self.media.vacate(setup.slot)
         for delta in deltas:
+            if self._arrays is not None:
+                self._arrays[1 + delta.group][delta.slots, delta.columns] = delta.pages
+                continue
             at = self._upload(delta.slots), self._upload(delta.columns)
             self.tables[delta.group].index_put_(at, self._upload(delta.pages))
+
+    def _clear(self, slot: int) -> None:
+        if self._arrays is not None:
+            for array in self._arrays:
+                array[slot] = 0
+            self._arrays[0][slot] = POISON
+            return
+        self.relay[slot].fill_(POISON)
+        for table in self.tables:
+            table[slot].zero_()
