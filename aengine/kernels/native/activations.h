@@ -143,7 +143,16 @@ AE_INLINE float greatest(vi magnitude)
 /* The nearest integers, even ones in the middle, by adding 1.5 * 2^23. */
 AE_INLINE vf nearest(vf v) { return (v + vf_set1(12582912.0f)) - vf_set1(12582912.0f); }
 
-AE_INLINE vi as_integers(vf v) { return (vi)(v + vf_set1(12582912.0f)) - (vi)vf_set1(12582912.0f); }
+AE_INLINE vi as_integers(vf v)
+{
+#if AE_VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_cvtps_epi32((__m256)v);
+#elif AE_VL == 16 && defined(__AVX512F__)
+    return (vi)_mm512_cvtps_epi32((__m512)v);
+#else
+    return (vi)(v + vf_set1(12582912.0f)) - (vi)vf_set1(12582912.0f);
+#endif
+}
 
 /* Codes of 32 values: they times `inverse`; 0 unless `finite`. */
 AE_INLINE void round_unit(const vf *v, float inverse, int finite, vi *q)

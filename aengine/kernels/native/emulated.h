@@ -83,6 +83,7 @@ AE_EMULATED_DOT(ae_dpwssd_avx, __m256i, ae_dpwssd)
     }
 
 AE_HALVES1(ae_cvtepi32_ps, __m512, __m256, __m512i, __m256i, _mm256_cvtepi32_ps)
+AE_HALVES1(ae_cvtps_epi32, __m512i, __m256i, __m512, __m256, _mm256_cvtps_epi32)
 AE_HALVES1(ae_cvtph_ps, __m512, __m256, __m256i, __m128i, _mm256_cvtph_ps)
 AE_HALVES2(ae_max_ps, __m512, __m256, _mm256_max_ps)
 AE_HALVES2(ae_min_ps, __m512, __m256, _mm256_min_ps)
@@ -125,6 +126,7 @@ AE_EMULATED int32_t ae_reduce_max_epi32(__m512i a)
 #define _mm512_cvtepi32_ps ae_cvtepi32_ps
 #define _mm512_cvtepi8_epi32 ae_cvtepi8_epi32
 #define _mm512_cvtph_ps ae_cvtph_ps
+#define _mm512_cvtps_epi32 ae_cvtps_epi32
 #define _mm512_fmadd_ps ae_fmadd_ps
 #define _mm512_madd_epi16 ae_madd_epi16
 #define _mm512_maddubs_epi16 ae_maddubs_epi16

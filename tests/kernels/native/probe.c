@@ -68,6 +68,7 @@ EXPORT void lane_choices(const float *a, const float *b, float *max, float *min,
 UNARY(cvtepi32_ps, __m512, __m512i)
 UNARY(cvtepi8_epi32, __m512i, __m128i)
 UNARY(cvtph_ps, __m512, __m256i)
+UNARY(cvtps_epi32, __m512i, __m512)
 UNARY(reduce_max_epi32, int32_t, __m512i)
 BINARY(max_ps, __m512)
 BINARY(min_ps, __m512)

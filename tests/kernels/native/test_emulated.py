@@ -84,6 +84,10 @@ def test_integer_instructions_as_the_manual_says(probe: Callable[[str], ctypes.C
         assert np.array_equal(call(library, "max_epi32", np.int32, 16, x, y), np.maximum(x, y))
         assert call(library, "reduce_max_epi32", np.int32, 1, x)[0] == x.max()
         assert np.array_equal(call(library, "cvtepi32_ps", np.float32, 16, x), x.astype(np.float32))
+        floats = (rng.standard_normal(16) * 1e4).astype(np.float32)
+        floats[:4] = 0.5, 1.5, -2.5, 3e9  # halves to even; what does not fit is the least integer
+        rounded = np.where(floats < 2**31, np.rint(floats), -(2.0**31)).astype(np.int32)
+        assert np.array_equal(call(library, "cvtps_epi32", np.int32, 16, floats), rounded)
         bytes_ = random_bits(rng, np.int8, 16)
         assert np.array_equal(call(library, "cvtepi8_epi32", np.int32, 16, bytes_), bytes_)
 
