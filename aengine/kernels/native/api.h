@@ -52,7 +52,8 @@ typedef struct {
 } ae_quantised;
 
 /* y[r, o] = sum over i of x[r, i] * weight[o, i] + bias[o]; bias fp32 or NULL. `weight` is packed by ae_pack, or, if
- * weight_dtype is AE_QUANTISED, an ae_quantised: x is then rounded to 8 or 16 bits per row and 32 inputs (see quantised.h). */
+ * weight_dtype is AE_QUANTISED, an ae_quantised: x is then rounded to 8 bits per row and 32 inputs, or to 16 per
+ * row (see quantised.h). */
 typedef struct {
     const void *x;
     int64_t x_dtype, x_stride;

@@ -79,7 +79,7 @@ class NativeOps:
         """Copy the weight into panels; the result's `weight` is a meta tensor that keeps only shape and dtype.
 
         A quantised weight multiplies activations rounded to int8, one scale per row and 32 inputs, with a second code
-        for inputs of scales that stand out; to int16 where its codes have 8 bits.
+        for inputs of scales that stand out; to int16 with one scale per row where its codes have 8 bits.
         """
         return linear if isinstance(linear.packed, PackedLinear) else self._packer.pack(linear)
 
