@@ -37,6 +37,7 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
         from aengine.engine.weights import model_bytes
         from aengine.kernels.ops import state_specs
         from aengine.memory.arena import Arena
+        from aengine.runner.captured_step import CapturedExecutor
         from aengine.runner.executor import make_executor
 
     ops, model = load_for_cpu(config, files, ledger)
@@ -80,7 +81,9 @@ def make_cpu(config: EngineConfig, files: ModelFiles, ledger: Ledger) -> Made:
     ledger.lines.append(line)
 
     def make_runner(loop: asyncio.AbstractEventLoop) -> Runner:
-        stream = ThreadStream(initialise=lambda: torch.set_num_threads(torch_threads))
+        # A captured step is in one foreign call after some 0.2 ms; others hold the interpreter again and again.
+        hand_over = isinstance(executor, CapturedExecutor)
+        stream = ThreadStream(initialise=lambda: torch.set_num_threads(torch_threads), hand_over=hand_over)
         return StreamRunner(stream, executor, loop)
 
     vision = load_config(files).vision

@@ -5,8 +5,7 @@ on the event loop).
 Does not know: what the work is, torch, step plans.
 Invariants: work runs in launch order on one thread. An error surfaces in the first event recorded after the work that
 raised it, and only there; later work still runs. Nothing polls. Both queues hold at most what the engine keeps in
-flight, depth + 1 steps, so they need no bound of their own. Who gives work to an idle thread lets it begin first: else
-the interpreter, which both need, would stay with the giver for a turn, while the device has nothing to do.
+flight, depth + 1 steps, so they need no bound of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from queue import SimpleQueue
 from aengine.runner.protocol import Event
 
 HAND_OVER_S = 0.001  # an idle thread takes work after 0.1 ms; one that does not within this is not waited for
+# (that, and what the interpreter's lock then takes: a turn for each thread that computes in Python)
 
 
 class _ThreadEvent:
@@ -50,10 +50,18 @@ class ThreadStream:
     """A `DeviceStream` whose device is a thread.
 
     `initialise` runs first on that thread (for instance to set its number of compute threads); what it raises, the
-    constructor raises.
+    constructor raises. `hand_over`: who launches work on an idle thread lets it begin first, for work that soon lets go
+    of the interpreter. Else the interpreter, which both need, stays with the giver for a turn while the device waits.
     """
 
-    def __init__(self, *, initialise: Callable[[], None] | None = None, name: str = "aengine-stream") -> None:
+    def __init__(
+        self,
+        *,
+        initialise: Callable[[], None] | None = None,
+        hand_over: bool = False,
+        name: str = "aengine-stream",
+    ) -> None:
+        self._hand_over = hand_over
         self._queue: SimpleQueue[Callable[[], None] | _ThreadEvent | None] = SimpleQueue()
         self._launched = self._done = 0  # the first is written by who launches, the second by the thread
         self._closed = False
@@ -74,7 +82,7 @@ class ThreadStream:
         self._check_open()
         idle = self._launched == self._done
         self._launched += 1
-        if not idle:
+        if not (idle and self._hand_over):
             self._queue.put(fn)
             return
         taken = threading.Lock()

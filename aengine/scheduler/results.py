@@ -143,8 +143,9 @@ def _commit_drafts(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> 
     """Few rows, each with drafts: the device waits for this, and NumPy calls would take longer than what they do."""
     c, every = scheduler.columns, scheduler.cache.commit_tokens
     ended: list[Ending] = []
-    for row, slot in enumerate(plan.slots.tolist()):
+    for row in range(len(plan.slots)):
         ended += _accept_drafts(scheduler, plan, row, result)
+    for row, slot in enumerate(plan.slots.tolist()):
         if every and c.computed.item(slot) // every > plan.starts.item(row) // every:
             _publish(scheduler, plan.slots[row : row + 1], c.computed[slot : slot + 1])
     return ended

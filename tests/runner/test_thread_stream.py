@@ -16,9 +16,9 @@ import pytest
 from aengine.runner.stream import ThreadStream, Waiter
 
 
-@pytest.fixture
-def stream():
-    stream = ThreadStream(name="test-stream")
+@pytest.fixture(params=[False, True], ids=["", "hand over"])
+def stream(request):
+    stream = ThreadStream(name="test-stream", hand_over=request.param)
     yield stream
     stream.close()
     assert not any(thread.name == "test-stream" for thread in threading.enumerate())
@@ -43,7 +43,8 @@ def test_launch_and_record_return_while_work_is_held(stream):
     assert event.done()
 
 
-def test_an_idle_thread_has_taken_its_work_when_launch_returns(stream, monkeypatch):
+def test_an_idle_thread_has_taken_its_work_when_launch_returns(monkeypatch):
+    stream = ThreadStream(hand_over=True)
     monkeypatch.setattr("aengine.runner.stream.HAND_OVER_S", 60.0)
     for _ in range(20):
         gate = threading.Event()
@@ -52,6 +53,7 @@ def test_an_idle_thread_has_taken_its_work_when_launch_returns(stream, monkeypat
         stream.launch(lambda: None)  # behind other work nobody waits
         gate.set()
         stream.record().wait()
+    stream.close()
 
 
 def test_launch_does_not_wait_long_for_a_thread_that_does_not_come(stream, monkeypatch):

@@ -1,9 +1,10 @@
-/* y = x weight^T + bias with integer weights: activations rounded to int8 or int16, one scale
- * per row and 32 inputs, exact integer products.
+/* y = x weight^T + bias with integer weights: activations rounded to int8, one scale per row and 32 inputs, or to int16,
+ * one per row; exact integer products.
  *
  * y[r, o] = factor of r * sum over units of scale_w * (scale_x * dot) + minimum_w * (scale_x * sum of x codes), units
  * rising, two fused multiply-adds each (a group of 16 inputs: per half unit; of all inputs: once), begun with the same sum
- * of the row's second codes. A lane is an output and owns this chain, so that no bit depends on how many rows stand beside it or who computes it.
+ * of the row's second codes. A lane is an output and owns this chain, so that no bit depends on how many rows stand beside
+ * it or who computes it.
  *
  * Few rows: one tile to three pass over the packed codes as they stream in, and take them apart themselves. Many: a run
  * of units of a panel is taken apart into a scratch that stays in the first-level cache while the tiles of a block of rows
