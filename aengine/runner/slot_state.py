@@ -49,7 +49,8 @@ class SlotState:
         self.tables = tuple(self._zeros(slots, columns) for columns in table_columns)
         self.relay = self._zeros(slots).fill_(POISON)
         # The same memory, where it is the host's: torch would let go of the interpreter, and get it back a turn later.
-        self._arrays = [table.numpy() for table in (self.relay, *self.tables)] if device.type == "cpu" else None
+        host = upload is None and device.type == "cpu"
+        self._arrays = [table.numpy() for table in (self.relay, *self.tables)] if host else None
         self._lost: str | None = None
 
     def _zeros(self, *shape: int) -> Tensor:
