@@ -26,7 +26,7 @@ class Event(Protocol):
 
 class DeviceStream(Protocol):
     def launch(self, fn: Callable[[], None]) -> None:
-        """Enqueue work; returns at once."""
+        """Enqueue work; waits for none of it, at most for an idle stream to begin."""
         ...
 
     def record(self) -> Event: ...

@@ -141,13 +141,10 @@ def _commit_steady(scheduler: Scheduler, steady: SteadyRows, plan: StepPlan, res
 
 def _commit_drafts(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> list[Ending]:
     """Few rows, each with drafts: the device waits for this, and NumPy calls would take longer than what they do."""
-    c, every = scheduler.columns, scheduler.cache.commit_tokens
     ended: list[Ending] = []
     for row in range(len(plan.slots)):
         ended += _accept_drafts(scheduler, plan, row, result)
-    for row, slot in enumerate(plan.slots.tolist()):
-        if every and c.computed.item(slot) // every > plan.starts.item(row) // every:
-            _publish(scheduler, plan.slots[row : row + 1], c.computed[slot : slot + 1])
+    _publish_due(scheduler, plan.slots, plan.starts, scheduler.columns.computed[plan.slots])
     return ended
 
 
